@@ -44,7 +44,7 @@ def _as_tuple(value: object) -> object:
 
 
 def _as_day(value: object) -> object:
-    """A date as YYYY-MM-DD, also as YAML reads it; nothing stays nothing."""
+    """A date as YYYY-MM-DD; nothing stays nothing."""
     return value if value is None else date.fromisoformat(str(value)).isoformat()
 
 

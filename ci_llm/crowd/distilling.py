@@ -96,8 +96,7 @@ def distil(saved: Pretrained, config: Config, how: Distillation) -> tuple[Adapte
 def _lesson(saved: Pretrained, config: Config, how: Distillation, start: int) -> Lesson:
     prompter = saved.prompter
     rows, length = replace(load_rows(config, "train"), are_answers=True), config.max_seq_length
-    date = config.chat_date
-    given = tokenize(rows, prompter.tokenizer, max_seq_length=length, long_rows=config.long_rows, chat_date=date)
+    given = tokenize(rows, prompter.tokenizer, max_seq_length=length, chat_date=config.chat_date)
     examples = [given[number] for number in range(len(given))]
     end = _end(examples, given.whole_below(length))
     crowd = Crowd.of(saved)

@@ -162,7 +162,6 @@ def _rows(config: Config, saved: Pretrained) -> TokenizedRows:
             rows,
             saved.prompter.tokenizer,
             max_seq_length=config.max_seq_length,
-            long_rows=config.long_rows,
             **how_tokenized(config, saved.base.model.config, saved.prompter.tokenizer),
         )
     except DataError as error:

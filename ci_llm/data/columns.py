@@ -373,8 +373,8 @@ _LABELLED: Final = (
 #: The forms of rows that are not answers to learn, the columns that each takes, and the keys that name others.
 _JUDGED: Final[Mapping[RowKind, tuple[Sequence[_Pattern], str, str]]] = {
     "pairs": (_PAIRS, "prompt, chosen and rejected", "prompt_column= names another prompt"),
-    "rated": (_RATED, "prompt, completion and label", "prompt_column= and label_column= name others"),
-    "labelled": (_LABELLED, "text and label", "text_column= and label_column= name others"),
+    "rated": (_RATED, "prompt, completion and label", "prompt_column= and answer_column= name others"),
+    "labelled": (_LABELLED, "text and label", "text_column= and answer_column= name others"),
 }
 
 #: How to train on pairs.
@@ -519,7 +519,7 @@ def _advice(columns: Sequence[str], where: str) -> str:
     named = zip(("prompt_column", "answer_column"), names, strict=True)
     typed = " and ".join(quote(f"{key}={name}") for key, name in named)
     more = "; the first line of a CSV file holds the names of its columns" if ".csv" in where else ""
-    others = "or text_column=, with label_column= for classes or numbers"
+    others = "or text_column=, with answer_column= for classes or numbers"
     return f"{first}say {typed}, {others}, or have one of: {_WANTED}{more}"
 
 
@@ -534,8 +534,9 @@ def _require_named(columns: Sequence[str], given: Mapping[str, str], where: str)
     there = {plain(column) for column in columns}
     for part, name in given.items():
         if plain(name) not in there:
+            key = "answer_column" if part == "label" else f"{part}_column"
             what = f"The data set has no column {name!r}; it has: {shown(columns)}."
-            raise DataError(what, where=f"{where}, {part}_column: {name}", hint=f"set {part}_column to one of them")
+            raise DataError(what, where=f"{where}, {key}: {name}", hint=f"set {key} to one of them")
 
 
 def _named_form(columns: Sequence[str], given: Mapping[str, str], where: str) -> Form:

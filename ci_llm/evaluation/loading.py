@@ -298,7 +298,7 @@ def _tokenized(rows: Rows, crowd: Crowd, config: Config) -> TokenizedRows:
     tokenizer = crowd.prompter.tokenizer
     heads = how_tokenized(config, crowd.model.config, tokenizer)
     try:
-        return tokenize(rows, tokenizer, max_seq_length=config.max_seq_length, long_rows=config.long_rows, **heads)
+        return tokenize(rows, tokenizer, max_seq_length=config.max_seq_length, **heads)
     except DataError as error:
         what = error.what.replace("to learn from", "to evaluate")
         raise DataError(what, where=error.where, hint=error.hint) from error

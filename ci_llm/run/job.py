@@ -27,7 +27,6 @@ from ci_llm.distributed.processes import Patience, Processes, ends_if_stopped
 from ci_llm.errors import DamagedCheckpoint, ProgressLost, StoppedBeforeMeeting, WriterBusy
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import monitored
-from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.trackers import require_installed
 from ci_llm.report.scores import rows_evaluated
@@ -165,8 +164,7 @@ def run_among(
         given, quiet: see `run_job`.
         end_by: does the last act of the attempt, or keeps it for later; see `Attempt.interrupted`.
     """
-    is_main, live = processes.is_main_process, config.progress_bar
-    log = RunLog(config.run_folder, is_main_process=is_main, live=live, quiet=quiet)
+    log = RunLog(config.run_folder, is_main_process=processes.is_main_process, quiet=quiet)
     manager = _manager_of(config, processes, interrupts)
     mirror = RunMirror(config, manager, processes, interrupts)
     resources = Resources(config, processes, interrupts, manager, mirror, log)
@@ -207,7 +205,6 @@ def _manager_of(config: Config, processes: Processes, interrupts: Interrupts) ->
         save_interval_steps=config.save_steps,
         save_interval_seconds=config.save_interval_seconds,
         max_to_keep=config.save_total_limit,
-        async_save=config.async_save,
         checkpoint_backend=config.checkpoint_backend,
         processes=processes,
         interrupts=interrupts,
@@ -238,8 +235,6 @@ def _run_to_end(run: Run, start: beginning.Start, requests: beginning.Requests) 
     with Stacks() as stacks:
         batches = steps(run)  # forks its workers now, before the run has threads
         attempt = _begin(run, start, trackers)
-        who = f"attempt{attempt.number}_process{run.processes.process_index}"
-        batches = profiled(batches, run.config.profile_steps, run.config.run_folder, who)
         return _train_and_conclude(run, batches, attempt, stacks)
 
 

@@ -237,7 +237,7 @@ def _described(config: Config, crowd: Crowd) -> Iterator[str]:
 
 def set_determinism(config: Config) -> None:
     """Choose deterministic algorithms and TF32, as the configuration says; before anything is computed."""
-    torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
     if config.deterministic is False:
         return
     torch.use_deterministic_algorithms(True, warn_only=config.deterministic == "auto")

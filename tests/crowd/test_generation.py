@@ -286,7 +286,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     threads = torch.get_num_threads()
     words = ["num_agents=2", "lora_rank=2", "max_train_steps=3", "batch_size=4", "eval_samples=4", "eval_steps=100"]
     words += ["max_train_samples=12", "learning_rate=2e-2", "report_to=none", "save_steps=100", f"output_dir={folder}"]
-    words += ["generation_eval_samples=0", "write_report=false"]
+    words += ["generation_eval_samples=0"]
     assert main.main(["train", "--config", str(CONFIG), *words]) == 0
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(False)

@@ -50,7 +50,6 @@ KEYS: dict[str, Any] = {
     "save_steps": 2,
     "num_workers": 0,
     "report_to": "none",
-    "write_report": False,
 }
 
 

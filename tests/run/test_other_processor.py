@@ -28,10 +28,10 @@ SETTINGS = (
     "model_dtype=bf16 diversity=swd",
     "model_dtype=fp64 agent_layers=upper_half",
     "batch_size=1",
-    'agents=[{},{"lora_rank":4,"data_seed":3}]',
+    'agents=[{},{"lora_rank":4,"max_train_samples":15}]',
 )
 WORDS = ["num_agents=2", "lora_rank=2", "batch_size=4", "max_train_samples=20", "max_seq_length=256", "num_workers=0"]
-WORDS += ["eval_samples=1", "generation_eval_samples=0", "eval_steps=null", "report_to=none", "write_report=false"]
+WORDS += ["eval_samples=1", "generation_eval_samples=0", "eval_steps=null", "report_to=none"]
 WORDS += ["max_train_steps=12", "save_steps=6", "save_interval_seconds=null", "output_dir=run"]
 
 

@@ -369,7 +369,7 @@ KINDS: dict[str, Callable[[Fault], None]] = {
 
 
 def watch_once_it_hangs() -> None:
-    """Silence counts only once a process hangs: on a busy machine a healthy step may exceed `hang_timeout`."""
+    """Three seconds of silence are a hang, once a process hangs: on a busy machine a healthy step may take longer."""
     advance = SilenceTimer.advance
 
     def count(silence: SilenceTimer, seconds: float) -> None:
@@ -377,6 +377,7 @@ def watch_once_it_hangs() -> None:
             advance(silence, seconds)
 
     SilenceTimer.advance = count  # type: ignore[method-assign]
+    hang_watch.FIRST_S = hang_watch.LEAST_S = 3.0  # type: ignore[misc]
     hang_watch.OTHERS_S = DEADLINE_S  # type: ignore[misc]
 
 
@@ -433,7 +434,6 @@ KEYS = {
     "save_interval_seconds": "null",
     "num_workers": 0,
     "report_to": "none",
-    "write_report": "false",
     "output_dir": "run",
 }
 

@@ -358,7 +358,6 @@ def test_a_sweep_in_which_every_trial_fails_has_failed(server: ForkServer, new_f
 def test_the_loop_in_python_comes_to_the_same(server: ForkServer, undisturbed: Path, new_folder: Folder) -> None:
     folder = new_folder()
     keys = {**KEYS, "learning_rate": [1e-3, 2e-3, 4e-3, 8e-3], "save_interval_seconds": None, "eval_steps": None}
-    keys |= {"async_save": False}
     assert server.run(by_hand, folder / "log", folder=str(folder), keys=keys) == [0], (folder / "log").read_text()
     ours, theirs = record(folder), record(undisturbed)
     for part in ("trials", "segments", "best", "plan", "spaces", "complete"):

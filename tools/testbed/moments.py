@@ -45,7 +45,6 @@ KEYS = {
     "save_total_limit": 2,
     "num_workers": 0,
     "report_to": "none",
-    "write_report": "false",
     "output_dir": "run",
 }
 

@@ -126,7 +126,7 @@ class Result:
         return curves.plot(xlabel="step", ylabel=" and ".join(units))
 
     def _repr_html_(self) -> str:
-        """The report of the run, for a notebook; its scores where `write_report` is off."""
+        """The report of the run, for a notebook; its scores where there is none."""
         page = self.folder / "report.html"
         if page.is_file():
             inner = escape(page.read_text(encoding="utf-8"))
@@ -267,7 +267,7 @@ def write_page(
     grace_s = min(config.grace_s, processes.launch.kill_delay_s)
     if told_at is not None and (has_rounds() or time.monotonic() - told_at > grace_s / 3):
         return
-    if not (config.write_report and processes.is_main_process and manager.holds_lease()):
+    if not (processes.is_main_process and manager.holds_lease()):
         return
     try:
         page = write_report(config.run_folder)

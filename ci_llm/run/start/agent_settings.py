@@ -92,9 +92,9 @@ def prepare_agents(
         rows: the rows of each; those of agents that share a data set are one object.
         rows_per_step: the rows per step of each course.
     """
-    courses: dict[tuple[int, int], Course] = {}
-    for agent, own, mine, seed in zip(agents, config.each_agent, rows, config.data_seeds, strict=True):
-        course = courses.setdefault((id(mine), seed), Course(mine, Plan(len(mine), rows_per_step, seed)))
+    courses: dict[int, Course] = {}
+    for agent, own, mine in zip(agents, config.each_agent, rows, strict=True):
+        course = courses.setdefault(id(mine), Course(mine, Plan(len(mine), rows_per_step, config.seed)))
         agent.training = Training(schedule(own, total_steps), own.weight_decay, own.max_grad_norm, course)
 
 

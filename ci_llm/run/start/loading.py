@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 #: Keys that some objectives read, and others do not.
 _OF_OBJECTIVES: Final = (
     *("beta", "loss_type", "loss_weights", "label_smoothing", "desirable_weight", "undesirable_weight", "simpo_gamma"),
-    *("cpo_alpha", "center_rewards_coefficient", "num_labels", "label_names", "label_column", "reference"),
+    *("cpo_alpha", "center_rewards_coefficient", "num_labels", "reference"),
 )
 
 
@@ -162,8 +162,7 @@ def _unread(config: Config) -> list[str]:
         objective = objective_of(config.objective, config.each_agent)
         needs = objective.needs
         read = {field.name for field in fields(objective)}  # type: ignore[arg-type]
-        read |= {"label_column"} if needs.rows in ("rated", "labelled") else set()
-        read |= {"num_labels", "label_names"} if needs.rows == "labelled" else set()
+        read |= {"num_labels"} if needs.rows == "labelled" else set()
         read |= {"reference"} if needs.reference else set()
     unread, known = [key for key in _OF_OBJECTIVES if key not in read], Config.model_fields
     return [key for key in unread if any(getattr(own, key) != known[key].default for own in config.each_agent)]
@@ -298,7 +297,6 @@ def _tokenized(
             rows,
             base.tokenizer,
             max_seq_length=config.max_seq_length,
-            long_rows=config.long_rows,
             train_on_prompt=config.train_on_prompt and not evaluated,
             learn_preferred=learns_preferred(config, rows),
             **how_tokenized(config, base.model.config, base.tokenizer),
