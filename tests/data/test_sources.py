@@ -721,7 +721,7 @@ def test_one_of_two_columns_is_found_by_its_name() -> None:
     rows = recognised(data, "here", named={"prompt": "q"})
     assert list(rows) == [chat("hi", "yes")]
     assert rows.description[0] == "1 row of q + Response from here"
-    with pytest.raises(DataError, match="No column goes with other; the data set has: q, other") as caught:
+    with pytest.raises(DataError, match="No column goes with other; the data set has: other, q") as caught:
         recognised(data.remove_columns("Response"), "here", named={"answer": "other"})
     assert caught.value.hint == "name it by prompt_column="
     with pytest.raises(DataError, match="prompt_column and answer_column are the same column, 'q'"):
