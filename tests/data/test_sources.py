@@ -274,9 +274,8 @@ VALUES = {
 
 
 @pytest.mark.parametrize("kind", ["lines", "one file each", "list", "splits", "objects over several lines"])
-def test_a_value_of_a_json_file_keeps_its_own_type(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier file, or an earlier block, may hold a value of another type."""
-    monkeypatch.setattr("ci_llm.data.formats.json._CHARACTERS", 100)
+def test_a_value_of_a_json_file_keeps_its_own_type(kind: str, tmp_path: Path) -> None:
+    """An earlier file, or an earlier row, may hold a value of another type."""
     rows = [f'{{"question": "q", "answer": {value}}}' for value in VALUES for _ in range(3)]
     name = "*.jsonl" if kind == "one file each" else "rows.json"
     if kind == "one file each":
@@ -298,8 +297,7 @@ def test_texts_that_are_all_dates_are_texts(tmp_path: Path) -> None:
     assert _answers(tmp_path / "a.jsonl") == ["2024-01-01"] * 2
 
 
-def test_a_column_may_begin_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ci_llm.data.formats.json._CHARACTERS", 10)
+def test_a_column_may_begin_late(tmp_path: Path) -> None:
     lines = ['{"id": 1}', '{"id": 2, "note": null}', '{"question": "q", "answer": "a", "note": [1]}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     rows = load_rows(Config(dataset_name=str(tmp_path / "a.jsonl"), val_set_size=0), "train")
