@@ -358,6 +358,12 @@ _DIALECTS: Final = (
 _NAMED_TEXT: Final = _Dialect(_read_text, "text")
 _NAMED_PAIR: Final = _Dialect(_read_pair, f"prompt=PROMPTS answer=ANSWERS history? {_CHAT}")
 
+#: What is scored: a text or messages, or a prompt and its answer.
+_SCORED: Final = (
+    _Dialect(_read_text, "text=text|sentence|messages"),
+    _Dialect(_read_pair, "prompt=prompt|question|instruction answer=completion|answer|response|output|chosen"),
+)
+
 #: Of rows that are not answers to learn: what they are, the columns they have, and the keys that name others.
 _JUDGED: Final[Mapping[RowKind, tuple[str, str, str]]] = {
     "pairs": (
@@ -404,6 +410,11 @@ def find_form(columns: Sequence[str], wanted: RowKind | None = "single", known: 
         return form
     single = (each for each in fitting if each.kind == "single")
     return next(filter(None, (each.found_in(columns, spelled=str) for each in single)), form)
+
+
+def form_to_score(columns: Sequence[str]) -> Form | None:
+    """How texts to be scored are read, or prompts with their answers."""
+    return next(filter(None, (each.found_in(columns) for each in _SCORED)), None)
 
 
 def form_of_columns(

@@ -106,8 +106,8 @@ class Turns:
             answers[number] = spans
         return Placed(text, answers, prompt, remarks)
 
-    def prompt(self, messages: Sequence[Message], *, thinks: bool | None = None) -> str:
-        """The text that an answer to these messages follows.
+    def prompt(self, chat: Chat, *, thinks: bool | None = None) -> str:
+        """The text that an answer to this chat follows.
 
         Args:
             thinks: end it where answers with thoughts, or without them, begin to differ from what the template opens;
@@ -117,9 +117,9 @@ class Turns:
             RefusedRowError: the template fails.
         """
         answer = replace(_ANSWER, content="<think>\nA\n</think>\n\nA") if thinks else _ANSWER
-        view = self._view(Chat((*messages, answer)))
+        view = self._view(replace(chat, messages=(*chat.messages, answer)))
         whole = self._render(view)
-        start = _start(whole, len(messages))
+        start = _start(whole, len(chat.messages))
         asked, shared = self._header(self._asked(view, whole, start), whole.text[start:])
         return whole.text[:start] + (asked if thinks is None else asked[:shared])
 
