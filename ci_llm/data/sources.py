@@ -145,9 +145,11 @@ def mix(parts: Sequence[Rows], weights: Sequence[float] | None, seed: int) -> Ro
         for number, (part, count) in enumerate(zip(parts, counts, strict=True))
     )
     origin = _Joined(tuple(chosen))
-    lines = [line for part, count in zip(parts, counts, strict=True) for line in _described(part, count)]
     kind = "one after the other" if weights is None else "weighted"
-    lines.insert(0, f"{len(origin)} rows of {len(parts)} data sets, {kind}")
+    lines = [f"{len(origin)} rows of {len(parts)} data sets, {kind}"]
+    for part, own in zip(parts, counts, strict=True):
+        times = f"its weight makes {own} rows of its {len(part)}: {own / len(part):.2f} times each"
+        lines += [*part.description, *[times] * (own != len(part))]
     where = ", ".join(part.where for part in parts)
     are_of_test = any(part.are_of_test for part in parts)
     rows = _MixedRows(origin, parts[0].form, where, tuple(lines), are_of_test=are_of_test, origin=origin)
@@ -157,12 +159,6 @@ def mix(parts: Sequence[Rows], weights: Sequence[float] | None, seed: int) -> Ro
 def joined_sizes(rows: Rows) -> list[int]:
     """The number of rows of each data set in what `mix` returned; one number for other rows."""
     return [*map(len, rows.origin.parts)] if isinstance(rows, _MixedRows) and rows.origin else [len(rows)]
-
-
-def _described(part: Rows, count: int) -> Iterator[str]:
-    yield from part.description
-    if count != len(part):
-        yield f"its weight makes {count} rows of its {len(part)}: {count / len(part):.2f} times each"
 
 
 def _shares(parts: Sequence[Rows], weights: Sequence[float]) -> list[int]:
@@ -374,13 +370,10 @@ def _held_out(config: Config, splits: Splits, name: str) -> list[int]:
 def _num_held_out(config: Config, total: int, name: str) -> int:
     """How many of so many rows are held out."""
     size = config.val_set_size
-    if not total:
-        return 0
-    if size is None:
-        count = min(HELD_OUT_AT_MOST, max(1, total // 10)) if total > 1 else 0
-    else:
-        count = int(size) if size >= 1 else round(size * total) or int(size > 0)
-    if count >= total > 1 or (count and total == 1):
+    if size is None or not total:
+        return min(HELD_OUT_AT_MOST, max(1, total // 10)) if total > 1 else 0
+    count = int(size) if size >= 1 else round(size * total) or int(size > 0)
+    if count >= total:
         raise DataError(
             f"val_set_size {size:g} leaves no row to train on: there are {total}.",
             where=_where(name, config.dataset_split),
@@ -402,17 +395,10 @@ def _at_most(config: Config, name: str, rows: Sequence[int]) -> tuple[Sequence[i
 
 
 def _selected(config: Config, data: Any, where: str, numbers: Sequence[int], notes: Sequence[str]) -> Rows:
-    columns = {
-        "prompt": config.prompt_column,
-        "answer": config.answer_column,
-        "text": config.text_column,
-        "label": config.label_column,
-    }
-    named = {part: name for part, name in columns.items() if name is not None}
-    wanted = row_kind(config)
-    if len(numbers) == len(data):
-        return recognised(data, where, notes, named=named, wanted=wanted)
-    return recognised(data.select(numbers), where, notes, named=named, numbers=numbers, wanted=wanted)
+    columns = ((part, getattr(config, f"{part}_column")) for part in ("prompt", "answer", "text", "label"))
+    named = {part: name for part, name in columns if name is not None}
+    some, own = (data, None) if len(numbers) == len(data) else (data.select(numbers), numbers)
+    return recognised(some, where, notes, named=named, numbers=own, wanted=row_kind(config))
 
 
 def row_kind(config: Config) -> RowKind | None:
