@@ -283,7 +283,7 @@ def recognised(
     form = form_of_columns(data.column_names, named or {}, where, wanted)
     unused = [column for column in data.column_names if column not in form.columns.values()]
     left = [f"columns that are not used: {shown(unused)}"] if unused else []
-    rows = Rows(data.select_columns([*form.all_columns]), form, where, (), numbers)
+    rows = Rows(data.select_columns([*dict.fromkeys((*form.columns.values(), *form.beside))]), form, where, (), numbers)
     if fields := rows.unread_fields:
         left.append(f"fields of messages that only a chat template may read: {shown(fields)}")
     return replace(rows, description=(f"{count(len(data), 'row')} of {form.name} from {where}", *left, *description))

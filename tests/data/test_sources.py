@@ -47,19 +47,9 @@ EXPECTED = [chat(row["question"], row["answer"]) for row in ROWS]
 TURNS = USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 
 FORMS: dict[str, tuple[dict[str, Any], Chat | Completion | None]] = {
-    "messages": ({"messages": [USER, ASSISTANT]}, chat("hi", "yes")),
-    "messages in parts": (
-        {"messages": [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]},
-        chat("hi", "yes"),
-    ),
     "messages first": ({"messages": [USER, ASSISTANT], "text": "x"}, chat("hi", "yes")),
     "messages without an answer": ({"messages": [USER]}, None),
-    "conversations": (
-        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
-        chat("hi", "yes"),
-    ),
-    "prompt + completion": ({"prompt": "2+2=", "completion": "4"}, Completion("2+2=", "4")),
-    "prompt + completion as messages": (
+    "prompt + completion after a talk": (
         {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]},
         chat("hi", "yes", "hi", "yes", trained_from=3),
     ),
@@ -72,31 +62,17 @@ FORMS: dict[str, tuple[dict[str, Any], Chat | Completion | None]] = {
     "question + number": ({"question": "2+2?", "answer": 4}, chat("2+2?", "4")),
     "question + nothing": ({"question": "hi", "answer": None}, None),
     "nothing + answer": ({"question": " ", "answer": "yes"}, None),
-    "instruction + output": ({"instruction": "say", "output": "yes"}, chat("say", "yes")),
-    "instruction + input + output": (
-        {"instruction": "say", "input": "yes", "output": "yes"},
-        chat("say\n\nyes", "yes"),
-    ),
-    "instruction + no input + output": (
-        {"instruction": "say", "input": "", "output": "yes"},
-        chat("say", "yes"),
-    ),
-    "SQuAD": (
-        {"context": "c", "question": "q", "answers": {"text": ["a", "b"], "answer_start": [0, 1]}, "id": "1"},
-        chat("c\n\nq", "a"),
-    ),
     "SQuAD without an answer": (
         {"context": "c", "question": "q", "answers": {"text": [], "answer_start": []}},
         None,
     ),
-    "text": ({"text": "once upon"}, Completion(None, "once upon")),
     "blank text": ({"text": " \n"}, None),
 }
 
 
 @pytest.mark.fast_cases(12)
 @pytest.mark.parametrize("name", FORMS)
-def test_every_form_of_row_is_recognised(name: str) -> None:
+def test_a_form_of_row_is_recognised(name: str) -> None:
     raw, expected = FORMS[name]
     rows = recognised(Dataset.from_list([raw, raw]), "here")
     assert list(rows) == [expected, expected]
