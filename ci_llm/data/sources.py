@@ -238,7 +238,7 @@ def recognised(
     form = form_of_columns(data.column_names, named or {}, where, wanted)
     unused = [column for column in data.column_names if column not in form.columns.values()]
     left = [f"columns that are not used: {shown(unused)}"] if unused else []
-    rows = Rows(data.select_columns([*form.all_columns]), form, where, (), numbers)
+    rows = Rows(data.select_columns([*dict.fromkeys((*form.columns.values(), *form.beside))]), form, where, (), numbers)
     if fields := rows.unread_fields:
         left.append(f"fields of messages that only a chat template may read: {shown(fields)}")
     return replace(rows, description=(f"{count(len(data), 'row')} of {form.name} from {where}", *left, *description))
@@ -325,13 +325,10 @@ def _held_out(config: Config, splits: Splits, name: str) -> list[int]:
 def _num_held_out(config: Config, total: int, name: str) -> int:
     """How many of so many rows are held out."""
     size = config.val_set_size
-    if not total:
-        return 0
-    if size is None:
-        count = min(HELD_OUT_AT_MOST, max(1, total // 10)) if total > 1 else 0
-    else:
-        count = int(size) if size >= 1 else round(size * total) or int(size > 0)
-    if count >= total > 1 or (count and total == 1):
+    if size is None or not total:
+        return min(HELD_OUT_AT_MOST, max(1, total // 10)) if total > 1 else 0
+    count = int(size) if size >= 1 else round(size * total) or int(size > 0)
+    if count >= total:
         raise DataError(
             f"val_set_size {size:g} leaves no row to train on: there are {total}.",
             where=_where(name, config.dataset_split),
@@ -356,10 +353,8 @@ def _selected(config: Config, data: Any, where: str, numbers: Sequence[int], not
     answer = "label" if config.text_column else "answer"
     columns = {"prompt": config.prompt_column, answer: config.answer_column, "text": config.text_column}
     named = {part: name for part, name in columns.items() if name is not None}
-    wanted = row_kind(config)
-    if len(numbers) == len(data):
-        return recognised(data, where, notes, named=named, wanted=wanted)
-    return recognised(data.select(numbers), where, notes, named=named, numbers=numbers, wanted=wanted)
+    some, own = (data, None) if len(numbers) == len(data) else (data.select(numbers), numbers)
+    return recognised(some, where, notes, named=named, numbers=own, wanted=row_kind(config))
 
 
 def row_kind(config: Config) -> RowKind | None:
