@@ -22,7 +22,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from ci_llm.crowd.aggregators import Learned, dirichlet, probability
+from ci_llm.crowd import aggregators
+from ci_llm.crowd.aggregators import Learned
 
 AnswerStyle = Literal["marked", "number", "text"]
 
@@ -156,7 +157,7 @@ def decompose(log_probs: Tensor, mean: Tensor | None = None) -> tuple[Tensor, Te
     Returns:
         three tensors [...] in nats; the third is the first minus the second, and never below 0.
     """
-    total = entropy(probability.aggregate(log_probs) if mean is None else mean)
+    total = entropy(aggregators.mean(log_probs) if mean is None else mean)
     expected = entropy(log_probs).mean(0)
     return total, expected, (total - expected).clamp_min(0)  # below 0 by rounding only: entropy is concave
 
@@ -397,7 +398,7 @@ def learn(targets: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Learned:
     weights = Learned(learn_weights(torch.cat(parts, dim=1)))
     nats = [0.0] * len(TEMPERATURES)
     for log_probs, wanted in targets():
-        mixture = dirichlet.aggregate(log_probs, weights)
+        mixture = aggregators.mixture(log_probs, weights)
         nats = [sum(pair) for pair in zip(nats, nats_by_temperature(mixture, wanted), strict=True)]
     return Learned(weights.weights, learn_temperature(nats))
 
