@@ -170,10 +170,21 @@ class Adapter:
         return int(self.config["r"])
 
     @property
+    def alpha(self) -> float:
+        return float(self.config["lora_alpha"])
+
+    @property
+    def dropout(self) -> float:
+        return float(self.config.get("lora_dropout") or 0.0)
+
+    @property
+    def use_rslora(self) -> bool:
+        return bool(self.config.get("use_rslora"))
+
+    @property
     def scaling(self) -> float:
         """The factor of the product B A."""
-        alpha: float = self.config["lora_alpha"]
-        return alpha / (math.sqrt(self.rank) if self.config.get("use_rslora") else self.rank)
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
     @property
     def modules(self) -> list[str]:
