@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 import numpy as np
@@ -23,23 +24,14 @@ from ci_llm.config import Config
 from ci_llm.core.durable import new_folder, write_new
 from ci_llm.core.scores import measures_of
 from ci_llm.crowd.answers import Calibration
-from ci_llm.crowd.card import (
-    ADAPTER,
-    MODELFILE,
-    CardFacts,
-    adapter_card,
-    crowd_card,
-    gguf_card,
-    model_card,
-    public_name,
-)
+from ci_llm.crowd.card import ADAPTER, MODELFILE, CardFacts, Kind, adapter_card, crowd_card, public_name
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.distilling import CONTROL, distil
 from ci_llm.crowd.gguf_adapter import write_gguf_adapter
-from ci_llm.crowd.merging import DISTILLED, Adapter, Distillation, Merge, merge_into_base, merged
+from ci_llm.crowd.merging import DISTILLED, Adapter, Distillation, Merge, merge_into_base, merged, settings_of
 from ci_llm.crowd.model import class_names, default_names
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained, require_free, write_crowd
-from ci_llm.crowd.scoring import Scores, score
+from ci_llm.crowd.scoring import score
 from ci_llm.data.batches import in_order, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import tokenizer_files
@@ -64,16 +56,14 @@ class Comparison:
     Attributes:
         rows: how many rows were scored.
         trained_on: whether none, some or all of them were trained on.
-        exact_match: the share of rows whose whole solution greedy decoding reproduces; for heads of right classes or
-            pairs.
-        nll: nats per target token; for heads the loss of a row.
+        scores: (exact match, NLL): the share of rows whose whole solution greedy decoding reproduces, for heads of
+            right classes or pairs; and nats per target token, for heads the loss of a row.
         objective: what the agents were trained for; see `measured_as`.
     """
 
     rows: int
     trained_on: str
-    exact_match: Mapping[str, float]
-    nll: Mapping[str, float]
+    scores: Mapping[str, tuple[float, float]]
     objective: str = "sft"
 
     def table(self) -> str:
@@ -82,41 +72,30 @@ class Comparison:
         right = words.right if self.objective != "regression" else ""
         width = max(10, len(words.nll) + 2)
         lines = [f"{'':<16}{right:>12}{words.nll:>{width}}"]
-
-        def line(name: str, exact_match: float, nll: float) -> str:
-            return f"{name:<16}{f'{exact_match:.3f}' if right else '':>12}{nll:>{width}.4f}"
-
-        agents = [name for name in self.nll if name.startswith("agent")]
-        for name in self.nll:
-            if name == "crowd":
-                means = (sum(values[k] for k in agents) / len(agents) for values in (self.exact_match, self.nll))
-                lines.append(line("agents, mean", *means))
-            lines.append(line(name, self.exact_match[name], self.nll[name]))
+        agents = [found for name, found in self.scores.items() if name.startswith("agent")]
+        means = tuple(map(fmean, zip(*agents, strict=True)))
+        for name, found in self.scores.items():
+            for title, (exact, nll) in ([("agents, mean", means)] if name == "crowd" else []) + [(name, found)]:
+                lines.append(f"{title:<16}{f'{exact:.3f}' if right else '':>12}{nll:>{width}.4f}")
         but = "" if self.trained_on == "none" else f", of which {self.trained_on} were trained on"
         measured = "whole solutions, teacher-forced" if words.right == "exact match" else "scored by heads"
         lines.append(f"{self.rows} rows of the run's evaluation{but}: {measured}")
-        if CONTROL in self.nll and self.nll[DISTILLED] >= self.nll[CONTROL]:
+        if CONTROL in self.scores and self.scores[DISTILLED][1] >= self.scores[CONTROL][1]:
             lines.append(f"{DISTILLED} is not better than its control, {CONTROL}: it gains nothing from the crowd")
         return "\n".join(lines)
 
     def record(self) -> dict[str, Any]:
         """The scores for scripts."""
-        scores = {name: {"exact_match": self.exact_match[name], "nll": self.nll[name]} for name in self.nll}
+        scores = {name: {"exact_match": exact, "nll": nll} for name, (exact, nll) in self.scores.items()}
         return {"rows": self.rows, "rows_trained_on": self.trained_on, **scores}
-
-    def with_folder(self, found: Scores) -> Comparison:
-        """This comparison with the scores of the written folder, opened by itself, as one more line."""
-        exact, nll = found.exact_match[0], found.mean_nll[0]
-        return replace(self, exact_match={**self.exact_match, FOLDER: exact}, nll={**self.nll, FOLDER: nll})
 
     def about_folder(self, name: str) -> str | None:
         """A line on the folder's scores and their distance from those of adapter `name`; None without scores."""
-        if FOLDER not in self.nll:
+        if FOLDER not in self.scores:
             return None
-        away = self.nll[FOLDER] - self.nll[name]
-        told = f"{FOLDER}: exact match {self.exact_match[FOLDER]:.3f}, NLL {self.nll[FOLDER]:.4f}"
-        but = f", {away:+.4f} beside {name} above" if round(away, 4) else ""
-        return f"{told}, as Transformers opens it{but}"
+        (exact, nll), (_, before) = self.scores[FOLDER], self.scores[name]
+        but = f", {nll - before:+.4f} beside {name} above" if round(nll - before, 4) else ""
+        return f"{FOLDER}: exact match {exact:.3f}, NLL {nll:.4f}, as Transformers opens it{but}"
 
 
 def compare(saved: Pretrained, merges: Mapping[str, Adapter]) -> Comparison:
@@ -131,28 +110,13 @@ def compare(saved: Pretrained, merges: Mapping[str, Adapter]) -> Comparison:
     config = saved.config
     assert config is not None
     rows = _rows(config, saved)
-    found = _score(Crowd.of(saved), rows, config)
-    names = [*saved.names, "crowd"]
-    exact, nll = (dict(zip(names, values, strict=True)) for values in (found.exact_match, found.mean_nll))
+    scores = dict(zip([*saved.names, "crowd"], _scores(Crowd.of(saved), rows, config), strict=True))
     for name, merge in merges.items():
-        alone = Crowd(saved.base.model, settings_of(merge), saved.base.name, saved.base.pad_id)
+        alone = Crowd(saved.base.model, settings_of(saved.base.model, [merge]), saved.base.name, saved.base.pad_id)
         alone.agents.load_agent(0, merge.tensors, name)
-        one = _score(alone, rows, config)
-        exact[name], nll[name] = one.exact_match[0], one.mean_nll[0]
+        scores[name] = _scores(alone, rows, config)[0]
     objective = BY_ROWS[rows.rows.form.kind] if config.objective == "auto" else measured_as(config)
-    return Comparison(len(rows), rows.rows.trained_on, exact, nll, objective)
-
-
-def settings_of(adapter: Adapter) -> LoraSettings:
-    """A crowd of this one agent."""
-    config = adapter.config
-    return LoraSettings(
-        num_agents=1,
-        rank=adapter.rank,
-        alpha=config["lora_alpha"],
-        use_rslora=config["use_rslora"],
-        target_modules=tuple(adapter.modules),
-    )
+    return Comparison(len(rows), rows.rows.trained_on, scores, objective)
 
 
 def _rows(config: Config, saved: Pretrained) -> TokenizedRows:
@@ -170,14 +134,15 @@ def _rows(config: Config, saved: Pretrained) -> TokenizedRows:
         raise DataError(f"no scores: {error.what}", where=error.where, hint=hint) from error
 
 
-def _score(crowd: Crowd, rows: TokenizedRows, config: Config) -> Scores:
+def _scores(crowd: Crowd, rows: TokenizedRows, config: Config) -> list[tuple[float, float]]:
+    """(exact match, NLL) of each agent and of the crowd, whose base is free again afterwards."""
     crowd.choose_route()
     try:
         scores = score(crowd, in_order(rows, 4 * config.batch_size), config.aggregator)
     finally:
         crowd.detach()
     assert scores is not None  # no stop function was given
-    return scores
+    return [*zip(scores.exact_match, scores.mean_nll, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -260,8 +225,9 @@ class Export:
         if self.adapter is None:
             self._write_agents(target, scores)
             return scores
+        of_base = Path(self.gguf_base or "base.gguf").name
         if as_gguf:
-            files = {MODELFILE: f"FROM ./{self._gguf_name}\nADAPTER ./{ADAPTER}\n".encode()}
+            files = {MODELFILE: f"FROM ./{of_base}\nADAPTER ./{ADAPTER}\n".encode()}
         else:
             files = tokenizer_files(self.saved.prompter.tokenizer) | ({} if into_base else _peft_files(self.adapter))
         try:
@@ -272,21 +238,12 @@ class Export:
                     write_gguf_adapter(draft / ADAPTER, self.adapter, self.saved.base.model.config)
                 elif into_base:
                     scores = self._write_whole(draft, self.adapter, scores, dtype)
-                write_new(draft / "README.md", [self._card(scores, into_base, as_gguf).encode()])
+                kind: Kind = "gguf" if as_gguf else "model" if into_base else "adapter"
+                card = adapter_card(self._facts(scores), self.title, self.what, kind, of_base)
+                write_new(draft / "README.md", [card.encode()])
         except OSError as error:
             raise CheckpointError(f"{target.name} cannot be written: {error}", where=str(target)) from error
         return scores
-
-    def _card(self, scores: Comparison | None, into_base: bool, as_gguf: bool) -> str:
-        facts = self._facts(scores)
-        if as_gguf:
-            return gguf_card(facts, self.title, self.what, self._gguf_name)
-        return (model_card if into_base else adapter_card)(facts, self.title, self.what)
-
-    @property
-    def _gguf_name(self) -> str:
-        """The name of the base's file in the cards and the Modelfile."""
-        return Path(self.gguf_base or "base.gguf").name
 
     @property
     def gguf_base(self) -> str | None:
@@ -324,7 +281,8 @@ class Export:
             return scores
         base = load_base(str(draft), next(key for key, value in DTYPES.items() if value == written), device)
         untrained = Crowd(base.model, LoraSettings(num_agents=1, rank=1), base.name, base.pad_id)  # adds zeros
-        return scores.with_folder(_score(untrained, _rows(config, self.saved), config))
+        own = _scores(untrained, _rows(config, self.saved), config)[0]
+        return replace(scores, scores={**scores.scores, FOLDER: own})
 
     def _dense_base(self) -> PreTrainedModel:
         """The base to merge into, in fp32 or fp64, because 16 bits would round a part of the adapter away.

@@ -28,17 +28,16 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.base.load import load_base
-from ci_llm.base.targets import peft_targets
 from ci_llm.checkpoints.layout import FINAL
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import CONFIG, META_FILE
-from ci_llm.crowd.merging import Adapter
+from ci_llm.crowd.merging import Adapter, settings_of
 from ci_llm.crowd.pretrained import listed_files, require_free, write_crowd
 from ci_llm.data.encoder import chat_template
 from ci_llm.data.prompts import Prompter, tokenizer_files
 from ci_llm.errors import CiLlmError, ForeignCheckpoint, ModelError, first_line
 from ci_llm.lora.heads import SCORE
-from ci_llm.lora.layer import AgentLora, LoraSettings
+from ci_llm.lora.layer import AgentLora
 
 
 def load_initial_adapters(crowd: Crowd, folder: Path) -> str:
@@ -153,17 +152,7 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
     adapters = [adapter for source in sources for adapter in read_adapters(source)]
     _require_alike(adapters)
     base = load_base(base_model or _base_name(adapters))
-    targets = peft_targets(base.model, adapters[0].modules)
-    settings = LoraSettings(
-        num_agents=len(adapters),
-        rank=adapters[0].rank,
-        alpha=adapters[0].alpha,
-        dropout=adapters[0].dropout,
-        use_rslora=adapters[0].use_rslora,
-        target_modules=tuple(targets["target_modules"]),
-        layers=tuple(targets.get("layers_to_transform", ())) or "all",
-    )
-    crowd = Crowd(base.model, settings, base.name, base.pad_id)
+    crowd = Crowd(base.model, settings_of(base.model, adapters), base.name, base.pad_id)
     own = _tokenizer(adapters, base.tokenizer)
     crowd.prompter = Prompter(own or base.tokenizer, adapters[0].prompts)
     for k, adapter in enumerate(adapters):
