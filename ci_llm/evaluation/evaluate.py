@@ -351,38 +351,36 @@ _NOBODY: Final[dict[str, Any]] = {"agents": [], "crowd": None}
 
 def _record(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, rows: Sequence[Row]) -> dict[str, Any]:
     config, (right, base_right) = job.config, _judged(job, rows)
-    task = job.request.data or config.task
-    forced = scoring.evaluation_record(scores, task, config.aggregator, job.tokenized.rows.trained_on)
-    heads = bool(job.crowd.settings.outputs)
+    heads, names, aggregator = bool(job.crowd.settings.outputs), job.crowd.names, config.aggregator
+    task, trained_on = job.request.data or config.task, job.tokenized.rows.trained_on
     record = {
-        **({} if scores.judged is None else {scores.judged.key: scores.judged.record()}),
-        **scoring.merge_records(forced, right, heads=heads),
+        **scoring.evaluation_record(
+            scores, right, task=task, aggregator=aggregator, trained_on=trained_on, heads=heads
+        ),
         "step": job.saved.step,
         "data": [job.tokenized.rows.where],
         "judged_by": job.judged_by,
-        **({} if heads else {"base": scoring.base_record(base, base_right)}),
+        "left_out": 0 if heads else job.questions.left_out,
     }
+    if not heads:
+        record["base"] = scoring.base_record(base, base_right)
     if not job.names:
         record |= {"exact_match": _NOBODY, "nll": _NOBODY, "teacher_forced": None}
-    elif job.crowd.names != default_names(job.crowd.num_agents):
-        record["folders"] = job.crowd.names
+    elif names != default_names(job.crowd.num_agents):
+        record["folders"] = names
     rates = [own.learning_rate for own in config.each_agent]
     if job.saved.run_config is not None and len(rates) == len(job.names):
         record["learning_rates"] = rates
     if config.agents and len(job.names) > 1:
         record["best_agent"] = scoring.best_agent(scores, right, job.judged_by)
-    if job.names != job.crowd.names:
+    if job.names != names:
         record["names"] = job.names
+    below = job.request.abstain_below
     if right is not None:
-        below = job.request.abstain_below
-        sure = sureness_record(rows, job.crowd.calibration, config.aggregator, abstain_below=below)
-        return {**record, "left_out": job.questions.left_out, "sureness": sure}
-    if isinstance(scores.judged, Classes):
-        sure = sureness("probability", scores.judged.everyone[-1].amax(-1), scores.right[-1], job.request.abstain_below)
-        return {**record, "left_out": 0, "sureness": sure}
-    if heads:
-        return {**record, "left_out": 0}
-    return {**record, "left_out": job.questions.left_out, **_text_figures(job, scores, base)}
+        record["sureness"] = sureness_record(rows, job.crowd.calibration, aggregator, abstain_below=below)
+    elif isinstance(scores.judged, Classes):
+        record["sureness"] = sureness("probability", scores.judged.everyone[-1].amax(-1), scores.right[-1], below)
+    return record if right is not None or heads else record | _text_figures(job, scores, base)
 
 
 def _text_figures(job: loading.Job, scores: scoring.Scores, base: scoring.Scores) -> dict[str, Any]:
