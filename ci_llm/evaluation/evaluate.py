@@ -52,7 +52,7 @@ from ci_llm.evaluation.predictions import (
 )
 from ci_llm.lora.layer import NOBODY
 from ci_llm.objectives import objective_of
-from ci_llm.report.scores import surest_first
+from ci_llm.report.scores import failed_rows
 
 logger = logging.getLogger(__name__)
 
@@ -477,11 +477,6 @@ def failed_lines(evaluation: Evaluation, most: int) -> Iterator[str]:
         )
     if len(failed) > most:
         yield f"... and {len(failed) - most} more: --failed {len(failed)}"
-
-
-def failed_rows(rows: Sequence[Row]) -> list[Row]:
-    """The rows that the crowd answered wrong, beginning with those of which it was most sure."""
-    return sorted((row for row in rows if row["correct"] is False), key=surest_first)
 
 
 def _short(text: str, width: int) -> str:

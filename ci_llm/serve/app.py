@@ -20,6 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from ci_llm.serve import LOCAL, Options
 from ci_llm.serve.answers import Answer
 from ci_llm.serve.body import (
     AnyBody,
@@ -32,7 +33,6 @@ from ci_llm.serve.body import (
 from ci_llm.serve.call import PIECE, Prompt, Served, call_of, ids_of, pieces_of, prompts_of, texts_of, unknown_model
 from ci_llm.serve.jobs import Job, jobs_of
 from ci_llm.serve.metrics import TEXT, Metrics
-from ci_llm.serve.options import LOCAL, Options
 
 logger = logging.getLogger(__name__)
 

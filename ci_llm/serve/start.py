@@ -14,12 +14,12 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoder import decodes
 from ci_llm.crowd.decoding import num_positions
 from ci_llm.errors import BadInput, ModelError
+from ci_llm.serve import Options
 from ci_llm.serve.app import Service
 from ci_llm.serve.body import Own
 from ci_llm.serve.call import Served, uncalibrated
 from ci_llm.serve.engine import Engine
 from ci_llm.serve.metrics import Metrics
-from ci_llm.serve.options import Options
 
 #: The context for a base whose family has no limit.
 _CONTEXT: Final = 1 << 15

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ci_llm.data.prompts import Prompter
-from ci_llm.serve import app, call
+from ci_llm.serve import Options, app, call
 from ci_llm.serve.body import ApiProblem, ChatBody, CompletionBody, checked, parsed
-from ci_llm.serve.options import Options
 from ci_llm.serve.start import of_run
 from tests.serve.listening import Listening, chat
 from tests.support import campaign

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ci_llm.crowd.decoding import Request
+from ci_llm.serve import Options
 from ci_llm.serve.jobs import TextJob
-from ci_llm.serve.options import Options
 from ci_llm.serve.start import of_run
 from tests.report.test_story import CONTRAST
 from tests.serve.listening import QUESTION, Listening
