@@ -124,7 +124,7 @@ class Engine(threading.Thread):
             with self._changed:
                 job = self._waiting.popleft()
                 self._open[job] = None
-            job.admitted = job.admitted or time.monotonic()
+            job.admitted = time.monotonic()
             try:
                 requests = job.asked(self._crowd)
             except Exception as error:
@@ -168,19 +168,10 @@ class Engine(threading.Thread):
                 job.open.discard(request)
                 self._metrics.prefix(job.call.model, len(request.prompt), request.reused)
                 if not job.open:
-                    self._close(job)
+                    self._end(job, job.close(self._crowd))
         except Exception as error:
             logger.exception("a text failed")
             self._fail([job], _failure(error))
-
-    def _close(self, job: Job) -> None:
-        end = job.close(self._crowd)
-        if end is not None:
-            self._end(job, end)
-            return
-        with self._changed:
-            del self._open[job]
-            self._waiting.appendleft(job)
 
     def _end(self, job: Job, end: Ended) -> None:
         del self._open[job]

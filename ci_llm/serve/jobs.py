@@ -99,7 +99,7 @@ class Job:
         self.outbox.append((self, event))
 
     def asked(self, crowd: CrowdModel) -> list[Request]:
-        """The next requests to the decoder; empty if the job has ended."""
+        """The requests to the decoder; empty if the job has ended."""
         raise NotImplementedError
 
     def take(self, request: Request) -> bool:
@@ -110,8 +110,8 @@ class Job:
         """
         raise NotImplementedError
 
-    def close(self, crowd: CrowdModel) -> Ended | None:
-        """Send the text after all requests have ended, and return its end; None if there are more requests to make."""
+    def close(self, crowd: CrowdModel) -> Ended:
+        """Send the text after all requests have ended, and return its end."""
         raise NotImplementedError
 
 
@@ -146,7 +146,7 @@ class TextJob(Job):
             call.decoding,
             call.who,
             key=generate_key(self.number),
-            uncertainty=call.own.include_agents or _right_of(crowd, call) is not None,
+            uncertainty=call.own.include_agents or right_by(crowd, call) is not None,
             top=call.body.top or 0,
             tag=self,
         )
@@ -168,14 +168,12 @@ class TextJob(Job):
             self._show()
         return False
 
-    def close(self, crowd: CrowdModel) -> Ended | None:
+    def close(self, crowd: CrowdModel) -> Ended:
         assert self.request is not None, "it was asked for"
         own, chosen, sure = self.call.own, self.request.chosen, self.request.sure
-        judge, who = _right_of(crowd, self.call), self.call.who
-        right = None if judge is None else judge(signals(sure))
         confidence = math.exp(sum(each.log_probability for each in chosen))
-        agents = len(crowd.names) if who is None else int(who >= 0)
-        said = about(confidence, agents, right=right, minimum=own.minimum_confidence, sure=sure)
+        agents = len(crowd.names) if self.call.who is None else int(self.call.who >= 0)
+        said = about(confidence, agents, right_by(crowd, self.call), own.minimum_confidence, sure)
         if said["abstained"]:
             self.pieces.clear()
             self.lines.clear()
@@ -216,7 +214,7 @@ class AgentsJob(Job):
         # The text of an agent that fails, because its numbers are not finite, ends there.
         return request.finish is not None or (request in self.stops and self.stops[request].update(request.tokens))
 
-    def close(self, crowd: CrowdModel) -> Ended | None:
+    def close(self, crowd: CrowdModel) -> Ended:
         call, texts = self.call, [request.tokens for request in self.texts]
         answers = self._worded(texts, crowd)
         if not call.votes:
@@ -226,9 +224,7 @@ class AgentsJob(Job):
             crowd, self.prompt, texts, how.aggregator, lambda texts: final_answers(self._worded(texts, crowd))
         )
         logs = [math.log(max(one.probability, _LEAST)) for one in sure]
-        judge = _right_of(crowd, call)
-        right = None if judge is None else judge(signals(sure))
-        said = about(math.exp(sum(logs)), len(names), right=right, minimum=call.own.minimum_confidence, sure=sure)
+        said = about(math.exp(sum(logs)), len(names), right_by(crowd, call), call.own.minimum_confidence, sure)
         at = next(n for n, text in enumerate(texts) if text is winner)
         if not said["abstained"]:
             lines = [TokenLine(token, log) for token, log in zip(winner, logs, strict=True)]
@@ -275,7 +271,7 @@ def _prompter(crowd: CrowdModel) -> Prompter:
     return crowd.prompter
 
 
-def _right_of(crowd: CrowdModel, call: Call) -> Logistic | None:
+def right_by(crowd: CrowdModel, call: Call) -> Logistic | None:
     """The function from signals to the probability that an answer is right; None without a calibration for it."""
     found = crowd.calibration
     if found is None or (call.who is None and found.aggregator != call.decoding.aggregator):
@@ -288,12 +284,20 @@ def _right_of(crowd: CrowdModel, call: Call) -> Logistic | None:
 def about(
     confidence: float | None,
     agents: int,
-    *,
-    right: float | None = None,
+    judge: Logistic | None = None,
     minimum: float | None = None,
     sure: Sequence[TokenUncertainty] = (),
 ) -> dict[str, Any]:
-    """The field `ci_llm` of an answer, as docs/serving.md describes it; `confidence` is the text's probability."""
+    """The field `ci_llm` of an answer, as docs/serving.md describes it.
+
+    Args:
+        confidence: the text's probability.
+        agents: how many wrote it.
+        judge: see `right_by`.
+        minimum: the answer is not given if it is right with a lower probability.
+        sure: how sure the writer was of its tokens.
+    """
+    right = judge and judge(signals(sure))
     return {
         "confidence": confidence if right is None else right,
         "calibrated": right is not None,
