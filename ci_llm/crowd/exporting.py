@@ -405,11 +405,18 @@ def prepare(
         return _distilled(saved, merge)
     if merge is not None:
         if merge.method.of_factors and not saved.common_start and count > 1:
-            raise _no_common_start(merge)
+            raise ModelError(
+                "the agents began with different random weights, and so the mean of their A times the mean of their B"
+                " is not the mean of their products",
+                where=f"--merge {merge.name}",
+                hint="--merge cat and --merge svd take the mean of the products B A instead; for a common start, train"
+                " with initialize_adapters_rand=false lora_dropout=0.1, or with init_from=ONE_ADAPTER",
+            )
         adapter = merged(saved.base.model, agents, merge)
-        title = f"{count} LoRA agents merged by `{merge.name}`"
-        what = f"This LoRA adapter of rank {adapter.rank} merges {count} agents: {_details(merge, count)}."
-        return Export(saved, merge.name, adapter, title, what)
+        shares = ", ".join(f"{share:.3g}" for share in merge.shares(count))
+        how = merge.method.does + (f", with the weights {shares}" if merge.weights else "")
+        what = f"This LoRA adapter of rank {adapter.rank} merges {count} agents: {how}."
+        return Export(saved, merge.name, adapter, f"{count} LoRA agents merged by `{merge.name}`", what)
     if agent is None:
         return Export(saved, "crowd", None, "", "")
     name = f"agent{agent}"
@@ -432,23 +439,6 @@ def _distilled(saved: Pretrained, how: Distillation) -> Export:
     title = f"{saved.settings.num_agents} LoRA agents distilled into one"
     what = f"This LoRA adapter of rank {student.rank} learned the distributions of {saved.settings.num_agents} agents."
     return Export(saved, DISTILLED, student, title, what, {CONTROL: control})
-
-
-def _no_common_start(merge: Merge) -> ModelError:
-    return ModelError(
-        "the agents began with different random weights, and so the mean of their A times the mean of their B is not"
-        " the mean of their products",
-        where=f"--merge {merge.name}",
-        hint="--merge cat and --merge svd take the mean of the products B A instead; for a common start, train with"
-        " initialize_adapters_rand=false lora_dropout=0.1, or with init_from=ONE_ADAPTER",
-    )
-
-
-def _details(merge: Merge, count: int) -> str:
-    parts = [merge.method.does]
-    if merge.weights:
-        parts.append("with the weights " + ", ".join(f"{share:.3g}" for share in merge.shares(count)))
-    return ", ".join(parts)
 
 
 def _peft_files(adapter: Adapter) -> dict[str, bytes]:

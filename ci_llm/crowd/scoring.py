@@ -182,18 +182,6 @@ def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
     return Scores(wrong == 0, nll, tokens)
 
 
-def targets_of(crowd: CrowdModel, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the agents' log-probabilities [K, S', V] and the targets [S'], in parts that fit into memory.
-
-    Args:
-        crowd: in evaluation mode.
-    """
-    for batch in (batch.to(crowd.device) for batch in batches):
-        states = crowd.states(batch)[:, batch.predict_from]
-        for chunk in crowd.head.chunks(batch.num_targets, crowd.num_agents):
-            yield crowd.head.logits(states[:, chunk]).log_softmax(-1), batch.targets[chunk]
-
-
 def evaluation_record(
     scores: Scores,
     answers: AnswerScores | None,

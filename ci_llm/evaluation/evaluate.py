@@ -28,6 +28,7 @@ from ci_llm.crowd import scoring
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration, fit, learn
 from ci_llm.crowd.card import public_name
+from ci_llm.crowd.generation import targets_of
 from ci_llm.crowd.given_path import is_base, require_checkpoint
 from ci_llm.crowd.judging import Classes, Ranking, rank
 from ci_llm.crowd.metrics import Reader
@@ -130,7 +131,6 @@ def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progr
             rows = predictions.rows
             if calibrated is not None:
                 job.crowd.calibration = _calibration(job, rows)
-                write_json(calibrated, job.crowd.calibration.record())
         else:
             if not job.crowd.settings.outputs:
                 loading.refuse_unanswerable(job)
@@ -138,7 +138,8 @@ def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progr
             scores, base = _fitting(job, lambda job: _score(job, progress))
             if calibrated is not None:
                 scores = _calibrated(job, scores)
-                write_json(calibrated, job.crowd.calibration.record())  # type: ignore[union-attr]
+        if calibrated is not None and job.crowd.calibration is not None:
+            write_json(calibrated, job.crowd.calibration.record())
     return Evaluation(
         record=_record(job, scores, base, rows),
         lines=_lines(job),
@@ -224,12 +225,9 @@ def _answer(job: loading.Job, predictions: Predictions, progress: Progress) -> N
     answered = _answers_to(job, batches, job.config.aggregator)
     of_base = _answers_to(job, batches, "probability", NOBODY) if job.names else None
     for batch in batches:
-        predictions.append(
-            [
-                _row(job, answers, answers if of_base is None else next(of_base))
-                for answers in islice(answered, len(batch))
-            ]
-        )
+        ours = [*islice(answered, len(batch))]
+        bases = ours if of_base is None else islice(of_base, len(batch))
+        predictions.append([_row(job, *both) for both in zip(ours, bases, strict=True)])
         progress("answering", batch[-1] + 1, total)
 
 
@@ -293,7 +291,7 @@ def _prompt(job: loading.Job, number: int) -> str:
 def _learn(job: loading.Job, progress: Progress) -> Learned:
     """The numbers for aggregators with learned weights, by two passes over the rows."""
     passes = iter(_PASSES)
-    return learn(lambda: scoring.targets_of(job.crowd, _batches(job, progress, next(passes))))
+    return learn(lambda: targets_of(job.crowd, _batches(job, progress, next(passes))))
 
 
 def _calibrated(job: loading.Job, scores: scoring.Scores) -> scoring.Scores:

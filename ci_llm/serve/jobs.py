@@ -18,9 +18,17 @@ import torch
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.answers import Logistic, TokenUncertainty, of_text, signals
 from ci_llm.crowd.decoding import Request, generate_key
-from ci_llm.crowd.generation import TextSoFar, Wanted, continuation, cut, elect, final_answers, requests_of
+from ci_llm.crowd.generation import (
+    TextSoFar,
+    Wanted,
+    continuation,
+    cut,
+    elect,
+    final_answers,
+    requests_of,
+    targets_of,
+)
 from ci_llm.crowd.model import CrowdModel
-from ci_llm.crowd.scoring import targets_of
 from ci_llm.data.batches import pack
 from ci_llm.data.prompts import Prompter
 from ci_llm.serve.body import ApiProblem
