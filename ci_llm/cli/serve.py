@@ -45,7 +45,7 @@ def serve(words: Sequence[str]) -> int:
             f"warning: everybody who reaches {options.host}:{options.port} may ask: {_KEY}, or --api-key-file FILE"
         )
     with importing():
-        from ci_llm.serve.start import of_run, run_until_signal
+        from ci_llm.serve.app import of_run, run_until_signal
     if options.engine is not None:
         from ci_llm.serve.remote import of_engine
 
