@@ -42,7 +42,6 @@ from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.errors import OutOfMemory
 from ci_llm.evaluation import loading
 from ci_llm.evaluation.predictions import (
-    LEAST_OF_EACH,
     Predictions,
     Row,
     Source,
@@ -438,26 +437,6 @@ def _aggregator_name(job: loading.Job) -> str:
     if learned is None or name != "dirichlet":
         return name
     return f"{name} {xxhash.xxh3_128_hexdigest(json.dumps(asdict(learned)).encode())[:8]}"
-
-
-def sureness_lines(evaluation: Evaluation) -> Iterator[str]:
-    """Lines that say how far the numbers of how sure the crowd is can be trusted."""
-    sure = evaluation.record.get("sureness")
-    if sure is None:
-        return
-    right, wrong = sure["right"], sure["rows"] - sure["right"]
-    are_few = sure["auroc"] is None or min(right, wrong) < LEAST_OF_EACH
-    area = f"no AUROC below {LEAST_OF_EACH} of each" if are_few else f"{sure['auroc']:.3f} AUROC of wrong answers"
-    yield (
-        f"{sure['by']}, {right} right and {wrong} wrong: {area}, {sure['calibration_error']:.3f} calibration error"
-        f" ({sure['calibration_error_by_chance']:.3f} by chance alone),"
-        f" {sure['exact_match_at_coverage']:.3f} right of the surest {sure['coverage']:.0%}"
-    )
-    if cut := sure.get("abstention"):
-        right = "none" if cut["exact_match"] is None else f"{cut['exact_match']:.3f} of them right"
-        yield f"answers of at least {cut['below']:g}: {cut['answered']:.0%} of the rows, {right}"
-    if evaluation.calibrated:
-        yield f"calibrated on these rows, in {evaluation.calibrated}: judge it on others"
 
 
 def failed_lines(evaluation: Evaluation, most: int) -> Iterator[str]:

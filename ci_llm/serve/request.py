@@ -16,15 +16,7 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 import torch
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json
 from starlette.responses import JSONResponse
 
