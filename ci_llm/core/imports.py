@@ -60,12 +60,9 @@ def importing() -> Iterator[None]:
 
 #: The values that a package defines itself, beside those that are files in its folder; the first is the default.
 _OWN: Final = {
-    "ci_llm.crowd.aggregators": (
-        *("probability", "confidence", "dirichlet", "logit"),
-        *("majority", "rerank", "self_consistency", "weighted_vote"),
-    ),
-    "ci_llm.crowd.diversity": ("none", "swd"),
-    "ci_llm.crowd.metrics": ("exact_match", "string_match"),
+    "ci_llm.crowd.aggregators": "probability confidence dirichlet logit majority rerank self_consistency weighted_vote",
+    "ci_llm.crowd.diversity": "none swd",
+    "ci_llm.crowd.metrics": "exact_match string_match",
 }
 
 
@@ -78,7 +75,7 @@ def plugin_names(package: str, first: str | None = None) -> tuple[str, ...]:
     spec = find_spec(package)
     assert spec is not None, f"{package} is a package of this project"
     names = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)]
-    return (*_OWN.get(package, ()), *sorted(names, key=lambda name: (name != first, name)))
+    return (*_OWN.get(package, "").split(), *sorted(names, key=lambda name: (name != first, name)))
 
 
 #: What a user named as `module:name`: typed, in a call or in a configuration file. Nothing else is imported,
