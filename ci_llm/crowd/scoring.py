@@ -138,7 +138,7 @@ def score(
     """Score every row of `batches`.
 
     Args:
-        aggregator: a module of `ci_llm.crowd.aggregators`.
+        aggregator: one of `ci_llm.crowd.aggregators`.
         stop: called before every batch.
 
     Returns:
@@ -290,7 +290,7 @@ class Questions:
         ends: the token ids that end an answer in these rows, or by the settings of the base.
         left_out: how many rows have no question, or no place for an answer.
         too_long: how many of these have a question.
-        metric: the module of `ci_llm.crowd.metrics` that `read` comes from.
+        metric: the metric that `read` comes from, one of `ci_llm.crowd.metrics`.
         longest: the number of tokens of the longest reference.
     """
 
@@ -321,7 +321,7 @@ class Questions:
             sets: the rows of several sets, if `count` holds for each; None if all rows are one set.
             max_seq_length: a row of so many tokens may have been cut and is left out (see `TokenizedRows.whole_below`),
                 as is a row that leaves the base no position for an answer.
-            metric: a module of `ci_llm.crowd.metrics`.
+            metric: one of `ci_llm.crowd.metrics`.
         """
         limit = min(max_seq_length, num_positions(crowd.model))
         each = ((number, rows[number]) for number in range(len(rows)))
@@ -462,7 +462,7 @@ def answer_questions(
         batches: indices into `questions`. As many questions as the first batch has are answered at the same time, and
             the next batch is taken when there is place for one of its questions.
         max_new_tokens: at most so many tokens per answer.
-        aggregator: a module of `ci_llm.crowd.aggregators`.
+        aggregator: one of `ci_llm.crowd.aggregators`.
         agent: ask this agent alone, or with `NOBODY` the base.
         uncertainty: also compute how sure the crowd was of each answer.
         stop: called before every token; True ends all texts at that point.
