@@ -114,7 +114,8 @@ class _Progress:
 
 
 def _as_text(call: argparse.Namespace, found: Evaluation) -> Iterator[str]:
-    from ci_llm.evaluation.evaluate import failed_lines, failed_rows, sureness_lines
+    from ci_llm.evaluation.evaluate import failed_lines, failed_rows
+    from ci_llm.evaluation.predictions import sureness_lines
     from ci_llm.report.scores import table
 
     yield from (f"data  {line}" for line in found.lines)
@@ -123,7 +124,9 @@ def _as_text(call: argparse.Namespace, found: Evaluation) -> Iterator[str]:
     if "bytes" in found.record:
         tokens, nbytes = found.record["tokens"], found.record["bytes"]
         yield f"{tokens} tokens of {nbytes / max(1, tokens):.2f} bytes on average"
-    yield from sureness_lines(found)
+    yield from sureness_lines(found.record["sureness"]) if "sureness" in found.record else ()
+    if found.calibrated:
+        yield f"calibrated on these rows, in {found.calibrated}: judge it on others"
     yield ""
     if found.resumed:
         yield f"resumed: {found.resumed} of {len(found.rows)} rows were answered by an earlier call"

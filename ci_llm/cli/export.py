@@ -52,10 +52,6 @@ def export(words: Sequence[str]) -> int:
         prepared = prepare(call.run, agent=call.agent, merge=merge, base_model=call.base_model)
     as_gguf = call.format == "gguf"
     prepared.require_form(into_base=call.into_base, as_gguf=as_gguf)
-    if as_gguf:
-        from ci_llm.crowd.gguf_adapter import require_convertible
-
-        require_convertible(prepared.saved.base.model.config)
     scores = None
     if prepared.can_be_scored and not call.no_score:
         scores = prepared.scores()

@@ -84,12 +84,12 @@ if TYPE_CHECKING:
     Metric = str
 else:
     Metric = Literal[tuple(METRICS)]
-    Diversity = Literal[plugin_names("ci_llm.crowd.diversity", first="none")]
+    Diversity = Literal[plugin_names("ci_llm.crowd.diversity")]
     Objective = (
         Literal[("auto", *plugin_names("ci_llm.objectives", first="sft"))]
         | Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
     )
-    Aggregator = Literal[plugin_names("ci_llm.crowd.aggregators", first="probability")]
+    Aggregator = Literal[plugin_names("ci_llm.crowd.aggregators")]
     Tracker = Literal[plugin_names("ci_llm.logs.trackers", first="tensorboard")]
     Backend = Literal[plugin_names("ci_llm.checkpoints.backends", first="vanilla")]
 Trackers = Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)]

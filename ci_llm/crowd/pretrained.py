@@ -340,8 +340,8 @@ def read_calibration(folder: Path, own: Mapping[str, Any] | None = None) -> Cali
     if own is not None or path is None or not path.is_file():
         return None if own is None else Calibration.of(own)
     try:
-        found = Calibration.of(read_json(path))  # type: ignore[arg-type]  # else a TypeError, which is caught
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        found = Calibration.of(read_json(path))
+    except (OSError, ValueError) as error:
         logger.warning(f"{path} is left out: it is not a calibration ({error})")
         return None
     if found.weights != weights_fingerprint(read_manifest(folder)):

@@ -54,7 +54,7 @@ class Request:
         split: the split of the data set.
         max_samples: take at most so many rows, evenly spread.
         keys: the keys of the configuration that are changed for this evaluation.
-        metric: a module of `ci_llm.crowd.metrics`; None for exact_match, and for the NLL on free text.
+        metric: one of `ci_llm.crowd.metrics`; None for exact_match, and for the NLL on free text.
         batch_size: how many questions are answered at a time, and a quarter of the rows scored at a time; None for the
             batch size of the training.
         output: the predictions file; None for `predictions.jsonl` in the folder of the run.

@@ -22,7 +22,7 @@ from ci_llm.config import Config
 from ci_llm.core.durable import read_object, write_json
 from ci_llm.core.run_folder import record_attempt
 from ci_llm.core.run_status import RunStatus, keep_status, readable_status
-from ci_llm.crowd.scoring import AnswerScores, Scores, best_agent, evaluation_record, merge_records, rows_record
+from ci_llm.crowd.scoring import AnswerScores, Scores, best_agent, evaluation_record, rows_record
 from ci_llm.distributed.processes import Patience, Processes, ends_if_stopped
 from ci_llm.errors import DamagedCheckpoint, ProgressLost, StoppedBeforeMeeting, WriterBusy
 from ci_llm.interrupts import Interrupts
@@ -511,10 +511,9 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
     """The contents of evaluation.json: the scores of the step that is the result of the run, and the best step."""
     config, rows, judged_by = run.present_config, run.eval_rows, run.evaluator.judged_by
     has_best = len(config.agents) > 1 and rows.are_common
-    forced = evaluation_record(scores, run.config.task, config.aggregator, rows.trained_on)
+    asked = {"task": run.config.task, "aggregator": config.aggregator, "trained_on": rows.trained_on}
     return {
-        **({} if scores.judged is None else {scores.judged.key: scores.judged.record()}),
-        **merge_records(forced, answers, heads=bool(run.crowd.settings.outputs)),
+        **evaluation_record(scores, answers, **asked, heads=bool(run.crowd.settings.outputs)),
         "data": [part.rows.where for part in rows.sets],
         "judged_by": judged_by,
         "learning_rates": [own.learning_rate for own in config.each_agent],

@@ -13,7 +13,7 @@ import torch
 from ci_llm import Crowd
 from ci_llm.crowd import aggregators
 from ci_llm.crowd import decoder as decoder_module
-from ci_llm.crowd.aggregators import aggregate, probability
+from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.choosing import choose
 from ci_llm.crowd.columns import Columns
 from ci_llm.crowd.decoder import Decoder
@@ -272,15 +272,10 @@ def test_an_error_in_one_row_fails_that_row_only(llama: Crowd, monkeypatch: pyte
     def broken(log_probs: torch.Tensor) -> torch.Tensor:
         if log_probs.shape[1] != 1 or log_probs[0, 0].argmax() == log_probs[0, :, :].argmax():
             raise ZeroDivisionError("of an aggregator")
-        return probability.aggregate(log_probs)
+        return aggregators.mean(log_probs)
 
     good, bad = Request(PROMPTS[0], GREEDY), Request(PROMPTS[1], Decoding(12, aggregator="logit"))
-    real = aggregators.load_plugin
-
-    def load_plugin(package: str, name: str, attribute: str, *default: Any) -> Any:
-        return broken if (name, attribute) == ("logit", "aggregate") else real(package, name, attribute, *default)
-
-    monkeypatch.setattr(aggregators, "load_plugin", load_plugin)
+    monkeypatch.setattr(aggregators, "_OWN", {**aggregators._OWN, "logit": (broken, None)})
     decoder = Decoder(llama)
     decoder.admit([good, bad])
     assert {*decoder.step()} == {good, bad}

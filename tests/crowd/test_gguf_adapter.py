@@ -18,7 +18,7 @@ from ci_llm.base.load import load_base
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.cli.main import main
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.gguf_adapter import require_convertible, write_gguf_adapter
+from ci_llm.crowd.exporting import require_convertible, write_gguf_adapter
 from ci_llm.crowd.given_path import META
 from ci_llm.crowd.merging import Adapter
 from ci_llm.data.prompts import Prompter

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.diversity.none import jensen_gap
-from ci_llm.crowd.diversity.swd import row_states, sliced_wasserstein, unit_directions
+from ci_llm.crowd.diversity import jensen_gap, row_states, sliced_wasserstein, unit_directions
 from ci_llm.crowd.model import CrowdOutput
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch
