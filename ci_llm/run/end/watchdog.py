@@ -28,7 +28,7 @@ from ci_llm.core.run_folder import Failure, write_failure
 from ci_llm.errors import Hang
 from ci_llm.interrupts import STACKS_SIGNAL
 from ci_llm.logs.run_log import LOG_NAME
-from ci_llm.run.end.shutdown import Attempt, command_line
+from ci_llm.run.end.attempt import Attempt, command_line
 
 #: The limit until a step was measured: as long as a collective waits for a machine that went silent.
 FIRST_S: Final = 1800.0

@@ -42,7 +42,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
 from ci_llm.lora.layer import SHAPE, LoraSettings
 from ci_llm.mirror.filling import local_copy
-from ci_llm.run.end.shutdown import command_line
+from ci_llm.run.end.attempt import command_line
 from ci_llm.run.step.members import config_of
 from ci_llm.run.step.state import LastGood, TrainState, placed
 
