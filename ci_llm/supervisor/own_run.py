@@ -18,7 +18,7 @@ from ci_llm.core.run_status import VANISHED_AFTER_S, Status, last_status, pid_sp
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import SAVE_SIGNALS, send
 from ci_llm.supervisor import process_tree
-from ci_llm.supervisor.attempt import AttemptResult, StopOrder
+from ci_llm.supervisor.child import AttemptResult, StopOrder
 from ci_llm.supervisor.classify import classify_by_status
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Decision, Outcome
@@ -122,13 +122,12 @@ class OwnRun:
         """Classify by what the run wrote about its end; by exit code and output where it could write nothing."""
         self._recovery = run_folder.read_recovery(self._folder)  # an attempt that started again has moved it aside
         status = self._status_of_attempt()
-        failures = run_folder.read_failures(self._folder, status.attempt) if status else []
-        kind, detail = classify_by_status(result, status, failures, has_begun=self._has_begun)
+        cause = run_folder.earliest_failure(run_folder.read_failures(self._folder, status.attempt)) if status else None
+        kind, detail = classify_by_status(result, status, cause, has_begun=self._has_begun)
         damage = self._damage_of_status() if kind == "completed" and status is None else None
         if damage:
             kind, detail = "crashed", damage  # the next attempt writes a status, and resumes or finds it complete
         self._has_begun |= status is not None
-        cause = run_folder.earliest_failure(failures)
         good_step = self._good_step(cause) if kind == "nonfinite" else None
         return Outcome(
             kind,
