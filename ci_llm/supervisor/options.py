@@ -142,27 +142,9 @@ def _parser() -> argparse.ArgumentParser:
     does = "its checkpoints: WORDS are added whenever there is one, {checkpoint} in them is the newest"
     add("--goes-on-from", metavar="GLOB", help=does)
     add = parser.add_argument_group("limits").add_argument
-    add(
-        "--max-retries",
-        type=_number(int, 0),
-        default=10,
-        metavar="N",
-        help="attempts after the first; default 10",
-    )
-    add(
-        "--min-lr",
-        type=_number(float, 1e-12),
-        default=1e-6,
-        metavar="X",
-        help="the smallest learning rate; default 1e-6",
-    )
-    add(
-        "--min-batch-size",
-        type=_number(int, 1),
-        default=1,
-        metavar="N",
-        help="the smallest batch; default 1",
-    )
+    add("--max-retries", type=_number(int, 0), default=10, metavar="N", help="attempts after the first; default 10")
+    add("--min-lr", type=_number(float, 1e-12), default=1e-6, metavar="X", help="the smallest rate; default 1e-6")
+    add("--min-batch-size", type=_number(int, 1), default=1, metavar="N", help="the smallest batch; default 1")
     does = "seconds from TERM to KILL; default 120 for this project's trainer, 10 for other scripts"
     add("--grace", dest="grace_s", type=_number(float, 0), metavar="S", help=does)
     add("--stop-signal", metavar="NAME", help="the signal that stops an external script; default the one that came")

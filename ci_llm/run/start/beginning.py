@@ -126,13 +126,6 @@ def known_beginning(manager: CheckpointManager, config: Config) -> Beginning | N
         return None
 
 
-def _is_recorded(run_folder: Path, beginning: Beginning) -> bool:
-    try:
-        return read_beginning(run_folder) == beginning
-    except CheckpointError:  # `known_beginning` has decided that the run resumes
-        return False
-
-
 def prepare(manager: CheckpointManager, start: Start) -> list[str]:
     """Move aside what `start` supersedes, in a leased folder, and write the record; returns lines for people.
 
@@ -148,8 +141,7 @@ def prepare(manager: CheckpointManager, start: Start) -> list[str]:
         if not start.is_own and (damaged := folder / QUARANTINE).exists():
             lines.append(f"damaged checkpoints moved to {manager.set_aside([damaged])}")
     lines += [f"newer than the resumed step, moved to {path}" for path in manager.supersede(start.keeps)]
-    if not _is_recorded(folder, start.beginning):
-        write_json(folder / BEGINNING, asdict(start.beginning), staging=manager.staging)
+    write_json(folder / BEGINNING, asdict(start.beginning), staging=manager.staging)
     return lines
 
 
