@@ -32,7 +32,7 @@ from ci_llm.run.end.emergency_save import EmergencySave
 from ci_llm.run.end.mirroring import RunMirror, require_store
 from ci_llm.run.end.result import Result, log_next_steps, push_result, write_page
 from ci_llm.run.end.watchdog import Stacks, Watchdog
-from ci_llm.run.loop import Batches, compute_gradients, note_evaluation, steps, train
+from ci_llm.run.loop import compute_gradients, note_evaluation, steps, train
 from ci_llm.run.setup import build, check_folder, require_no_sweep
 from ci_llm.run.start import beginning
 from ci_llm.run.start.loading import Loaded
@@ -132,7 +132,7 @@ def run_among(
     run: Run | None = None
     processes.patience = Patience(record=attempt.stopped_before_it_began)
     try:
-        with ends_if_stopped(interrupts, processes.patience, config.interrupted_exit_code):
+        with ends_if_stopped(interrupts, processes.patience, config.interrupted_exit_code), Stacks() as stacks:
             try:
                 start, requests = beginning.find_beginning(config, processes, manager, mirror)
             except ProgressLost as error:
@@ -144,7 +144,40 @@ def run_among(
             run.callbacks, run.logs_next_steps = callbacks or Callbacks(), loaded is None
             trackers = _resume(run, start, requests)
             start = replace(start, source=None)  # its tensors are in place
-            result = _to_the_end(run, attempt, start, trackers)
+            interrupts.describe_stop = run.describe_stop
+            find = partial(known_conclusion, config.run_folder, run.state.step)
+            if (known := processes.on_main(find) if run.is_finished else None) is not None:
+                result = _completed(
+                    run, known, f"This run is complete at step {run.state.step}; nothing is left to do."
+                )
+                return result
+
+            batches = steps(run)  # forks its workers now, before the run has threads
+            _begin(run, attempt, start, trackers)
+            who = f"attempt{attempt.number}_process{processes.process_index}"
+            batches = profiled(batches, config.profile_steps, config.run_folder, who)
+            record: dict[str, Any] = {}
+            with attempt.recorded(lambda: run.state.step):
+                _open(run, attempt)
+                manager.connect()
+                with _watched(run, attempt, stacks):
+                    run.call_event("on_train_begin")
+                    stop = run.stop_vote.reason() or train(run, batches)
+                    if stop is None:
+                        stop, record = conclude(run)
+                    run.call_event("on_train_end")
+                manager.wait_until_finished()
+                log.report_save(manager.last_result)
+                mirror.settle(stop)
+
+            if stop is not None:
+                attempt.interrupted(stop)
+                result = Result("interrupted", run.state.step, config.run_folder, reason=stop)
+            else:
+                attempt.completed()
+                but = f", but {warning}" if (warning := run.status.current.warning) else ""
+                result = _completed(run, record, f"completed at step {run.state.step}{but}")
+            write_page(run.config, processes, interrupts, manager)
             return result
     finally:
         ended_by = sys.exc_info()[1]
@@ -160,38 +193,6 @@ def run_among(
             if run is not None:
                 ending.callback(mirror.end, result.status if result else None, ended_by)
             ending.callback(log.finish_trackers)  # while the folder is still leased to this attempt
-
-
-def _to_the_end(run: Run, attempt: Attempt, start: beginning.Start, trackers: Mapping[str, str]) -> Result:
-    """Train and conclude a run that stands where it begins or resumes, unless nothing is left to do."""
-    config, processes, manager = run.config, run.processes, run.manager
-    run.interrupts.describe_stop = run.describe_stop
-    if run.is_finished:
-        found = processes.on_main(partial(known_conclusion, config.run_folder, run.state.step))
-        if found is not None:
-            return _completed(run, found, f"This run is complete at step {run.state.step}; nothing is left to do.")
-    with Stacks() as stacks:
-        batches = steps(run)  # forks its workers now, before the run has threads
-        _begin(run, attempt, start, trackers)
-        who = f"attempt{attempt.number}_process{processes.process_index}"
-        batches = profiled(batches, config.profile_steps, config.run_folder, who)
-        with attempt.recorded(lambda: run.state.step):
-            _open(run, attempt)
-            manager.connect()
-            with _watched(run, attempt, stacks):
-                stop, record = _train(run, batches)
-            manager.wait_until_finished()
-            run.log.report_save(manager.last_result)
-            run.mirror.settle(stop)
-    if stop is not None:
-        attempt.interrupted(stop)
-        result = Result("interrupted", run.state.step, config.run_folder, reason=stop)
-    else:
-        attempt.completed()
-        but = f", but {warning}" if (warning := run.status.current.warning) else ""
-        result = _completed(run, record, f"completed at step {run.state.step}{but}")
-    write_page(config, processes, run.interrupts, manager)
-    return result
 
 
 def _completed(run: Run, record: dict[str, Any], told: str) -> Result:
@@ -326,6 +327,8 @@ def _open(run: Run, attempt: Attempt) -> None:
     for line in run.outlook():
         logger.info(line)
     run.log.begin_progress(run.position())
+    asks = run.callbacks.hears("on_step_end", "on_log")  # perhaps on one process only
+    run.votes_after_steps = any(processes.gather_object(asks))
 
 
 @contextmanager
@@ -349,18 +352,3 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
         Watchdog(attempt, run.heartbeat, pace, step, stacks),
     ):
         yield
-
-
-def _train(run: Run, batches: Batches) -> tuple[str | None, dict[str, Any]]:
-    """Train to the last step and conclude; returns the reason if the run was asked to stop, and `evaluation.json`."""
-    record: dict[str, Any] = {}
-    asks = run.callbacks.hears("on_step_end", "on_log")  # perhaps on one process only
-    run.votes_after_steps = any(run.processes.gather_object(asks))
-    run.call_event("on_train_begin")
-    stop = run.stop_vote.reason()
-    if stop is None:
-        stop = train(run, batches)
-    if stop is None:
-        stop, record = conclude(run)
-    run.call_event("on_train_end")
-    return stop, record

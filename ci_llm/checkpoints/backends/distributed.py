@@ -138,8 +138,8 @@ def contents(entries: Sequence[StateEntry]) -> dict[str, str]:
 
 
 def _digests(entry: StateEntry) -> list[str]:
-    images = entry.images(None).values() if entry.tensors else ()
-    return [image.record().digest for image in images if image.tensors]
+    images = entry.images(None) if entry.tensors else {}
+    return [image.record().digest for name, image in images.items() if name.endswith(".safetensors")]
 
 
 Message: TypeAlias = "dict[str, Any]"
