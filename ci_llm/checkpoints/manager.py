@@ -619,7 +619,7 @@ class CheckpointManager:
             return Votes(stop, requested, 0, 0)
         newest = self._newest()
         due = self.policy.due(step, newest=newest, elapsed_s=self._clock() - self._tried_at)
-        return Votes(stop, requested, due, self.policy.due(step, newest=newest, elapsed_s=0.0, must=True))
+        return Votes(stop, requested, due, newest is None or step > newest)
 
     def _exchange(
         self, step: int, state: Any, info: Mapping[str, object]
