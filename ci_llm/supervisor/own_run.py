@@ -128,7 +128,10 @@ class OwnRun:
         if damage:
             kind, detail = "crashed", damage  # the next attempt writes a status, and resumes or finds it complete
         self._has_begun |= status is not None
-        good_step = self._good_step(cause) if kind == "nonfinite" else None
+        good_step = None
+        if kind == "nonfinite" and cause is not None and cause.step is not None:
+            # What led to non-finite values may have begun some steps before them.
+            good_step = max(0, cause.step - run_folder.GOOD_AFTER_STEPS)
         return Outcome(
             kind,
             detail,
@@ -179,12 +182,6 @@ class OwnRun:
         steps = CheckpointStore(self._folder).all_steps()
         newest = f"newest checkpoint: step {steps[-1]}" if steps else "no checkpoint yet"
         return [f"{newest} in {self._folder}", UNCHANGED]
-
-    def _good_step(self, cause: run_folder.Failure | None) -> int | None:
-        """The last step that counts as good: what led to non-finite values may have begun some steps before them."""
-        if cause is None or cause.step is None:
-            return None
-        return max(0, cause.step - run_folder.GOOD_AFTER_STEPS)
 
     def _has_good_step(self, good_step: int) -> bool:
         """Whether an attempt that ended in non-finite values came further than all before it.

@@ -176,21 +176,25 @@ class Attempt:
         Args:
             step: the optimizer steps taken.
         """
-        reason, index = reason_of(error), self._launch.process_index
-        failed_at = error.step if isinstance(error, GivenUp) and error.step is not None else step
-        failure = Failure.of(error, reason, index, failed_at)
-        for write in (
-            lambda: write_failure(self.config.run_folder, self.number, index, failure),
-            lambda: self.status.finish("failed", reason, command_line(self._launch)),
-        ):
+        for write in self.records_of_failure(step, error):
             try:
                 write()
             except OSError as refusal:
                 logger.warning(f"the failure could not be written down: {refusal}")
         if self.log is not None:
             self.log.end_progress()
-            logger.error(f"failed ({reason}) after step {step}")
+            logger.error(f"failed ({reason_of(error)}) after step {step}")
             self.log.note(str(error))
+
+    def records_of_failure(self, step: int, error: BaseException) -> tuple[Callable[[], object], Callable[[], object]]:
+        """What puts a failure of this process on record, then that of the attempt; a disk may refuse either."""
+        reason, index = reason_of(error), self._launch.process_index
+        failed_at = error.step if isinstance(error, GivenUp) and error.step is not None else step
+        failure = Failure.of(error, reason, index, failed_at)
+        return (
+            partial(write_failure, self.config.run_folder, self.number, index, failure),
+            partial(self.status.finish, "failed", reason, command_line(self._launch)),
+        )
 
     def finish_save_in_flight(self) -> None:
         """Wait for the save in flight. Its error is only reported, so that the status is still written."""
