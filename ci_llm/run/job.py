@@ -114,25 +114,16 @@ def run_among(
         within: the attempt at a sweep, which does the last act of this one.
     """
     log = RunLog(config.run_folder, is_main_process=processes.is_main_process, live=config.progress_bar, quiet=quiet)
-    manager = CheckpointManager(
-        config.run_folder,
-        save_interval_steps=config.save_steps,
-        save_interval_seconds=config.save_interval_seconds,
-        max_to_keep=config.save_total_limit,
-        async_save=config.async_save,
-        checkpoint_backend=config.checkpoint_backend,
-        processes=processes,
-        interrupts=interrupts,
-    )
+    manager = _manager_of(config, processes, interrupts)
     mirror = RunMirror(config, manager, processes, interrupts)
     attempt = Attempt(config, processes.launch, manager, log)
     for note in [*(f"config    {line}" for line in sources), *processes.notes, *config.notices()]:
         logger.info(note)
+    processes.patience = Patience(record=attempt.stopped_before_it_began)
     result: Result | None = None
     run: Run | None = None
-    processes.patience = Patience(record=attempt.stopped_before_it_began)
     try:
-        with ends_if_stopped(interrupts, processes.patience, config.interrupted_exit_code), Stacks() as stacks:
+        with ends_if_stopped(interrupts, processes.patience, config.interrupted_exit_code):
             try:
                 start, requests = beginning.find_beginning(config, processes, manager, mirror)
             except ProgressLost as error:
@@ -144,40 +135,7 @@ def run_among(
             run.callbacks, run.logs_next_steps = callbacks or Callbacks(), loaded is None
             trackers = _resume(run, start, requests)
             start = replace(start, source=None)  # its tensors are in place
-            interrupts.describe_stop = run.describe_stop
-            find = partial(known_conclusion, config.run_folder, run.state.step)
-            if (known := processes.on_main(find) if run.is_finished else None) is not None:
-                result = _completed(
-                    run, known, f"This run is complete at step {run.state.step}; nothing is left to do."
-                )
-                return result
-
-            batches = steps(run)  # forks its workers now, before the run has threads
-            _begin(run, attempt, start, trackers)
-            who = f"attempt{attempt.number}_process{processes.process_index}"
-            batches = profiled(batches, config.profile_steps, config.run_folder, who)
-            record: dict[str, Any] = {}
-            with attempt.recorded(lambda: run.state.step):
-                _open(run, attempt)
-                manager.connect()
-                with _watched(run, attempt, stacks):
-                    run.call_event("on_train_begin")
-                    stop = run.stop_vote.reason() or train(run, batches)
-                    if stop is None:
-                        stop, record = conclude(run)
-                    run.call_event("on_train_end")
-                manager.wait_until_finished()
-                log.report_save(manager.last_result)
-                mirror.settle(stop)
-
-            if stop is not None:
-                attempt.interrupted(stop)
-                result = Result("interrupted", run.state.step, config.run_folder, reason=stop)
-            else:
-                attempt.completed()
-                but = f", but {warning}" if (warning := run.status.current.warning) else ""
-                result = _completed(run, record, f"completed at step {run.state.step}{but}")
-            write_page(run.config, processes, interrupts, manager)
+            result = _to_the_end(run, attempt, start, trackers)
             return result
     finally:
         ended_by = sys.exc_info()[1]
@@ -193,6 +151,55 @@ def run_among(
             if run is not None:
                 ending.callback(mirror.end, result.status if result else None, ended_by)
             ending.callback(log.finish_trackers)  # while the folder is still leased to this attempt
+
+
+def _manager_of(config: Config, processes: Processes, interrupts: Interrupts) -> CheckpointManager:
+    return CheckpointManager(
+        config.run_folder,
+        save_interval_steps=config.save_steps,
+        save_interval_seconds=config.save_interval_seconds,
+        max_to_keep=config.save_total_limit,
+        async_save=config.async_save,
+        checkpoint_backend=config.checkpoint_backend,
+        processes=processes,
+        interrupts=interrupts,
+    )
+
+
+def _to_the_end(run: Run, attempt: Attempt, start: beginning.Start, trackers: Mapping[str, str]) -> Result:
+    """Train and conclude a run that stands where it begins or resumes, unless nothing is left to do."""
+    config, processes, interrupts, manager = run.config, run.processes, run.interrupts, run.manager
+    interrupts.describe_stop = run.describe_stop
+    find = partial(known_conclusion, config.run_folder, run.state.step)
+    if (known := processes.on_main(find) if run.is_finished else None) is not None:
+        return _completed(run, known, f"This run is complete at step {run.state.step}; nothing is left to do.")
+    with Stacks() as stacks:
+        batches = steps(run)  # forks its workers now, before the run has threads
+        _begin(run, attempt, start, trackers)
+        who = f"attempt{attempt.number}_process{processes.process_index}"
+        batches = profiled(batches, config.profile_steps, config.run_folder, who)
+        record: dict[str, Any] = {}
+        with attempt.recorded(lambda: run.state.step):
+            _open(run, attempt)
+            manager.connect()
+            with _watched(run, attempt, stacks):
+                run.call_event("on_train_begin")
+                stop = run.stop_vote.reason() or train(run, batches)
+                if stop is None:
+                    stop, record = conclude(run)
+                run.call_event("on_train_end")
+            manager.wait_until_finished()
+            run.log.report_save(manager.last_result)
+            run.mirror.settle(stop)
+    if stop is not None:
+        attempt.interrupted(stop)
+        result = Result("interrupted", run.state.step, config.run_folder, reason=stop)
+    else:
+        attempt.completed()
+        but = f", but {warning}" if (warning := run.status.current.warning) else ""
+        result = _completed(run, record, f"completed at step {run.state.step}{but}")
+    write_page(config, processes, interrupts, manager)
+    return result
 
 
 def _completed(run: Run, record: dict[str, Any], told: str) -> Result:
