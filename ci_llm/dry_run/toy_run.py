@@ -26,9 +26,9 @@ from ci_llm.data.units import Unit
 from ci_llm.dry_run.context import TOY_STEPS, CheckContext
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send
+from ci_llm.run.conclusion import conclude
 from ci_llm.run.context import Resources, Run
 from ci_llm.run.end.mirroring import RunMirror
-from ci_llm.run.job import conclude
 from ci_llm.run.loop import Batches, compute_gradients, steps, train
 from ci_llm.run.setup import assemble, build_crowd, set_determinism
 from ci_llm.run.start.loading import open_base, training_rows

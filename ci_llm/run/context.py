@@ -17,7 +17,7 @@ import torch
 from ci_llm.agents.agent import courses_of
 from ci_llm.base.load import Base
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.cluster.deadline import Pace
+from ci_llm.cluster.deadline import STOPPED_BY_CALLBACK, Pace
 from ci_llm.config import Config
 from ci_llm.config.own_keys import AUTO
 from ci_llm.core.memory import unless_out_of_memory
@@ -37,7 +37,6 @@ from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.end.mirroring import RunMirror
 from ci_llm.run.end.result import MORE_STEPS
-from ci_llm.run.end.shutdown import STOPPED_BY_CALLBACK
 from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.one_layer import NOT_A_STEP, choose, fixed_batch, kernels_of, layer_digest, longest_lengths
 from ci_llm.run.start.resume import RunCheckpoint
@@ -96,7 +95,6 @@ class Run(Resources):
         last_scores: the scores after step `state.validation.step`; None: this attempt has not made them.
         exactness: how exactly this attempt resumes, for people; None for a fresh start.
         logs_next_steps: whether people are told at the end what to do next.
-        last_act: the last act of the attempt; see `Attempt.interrupted`.
     """
 
     base: Base
@@ -125,7 +123,6 @@ class Run(Resources):
     last_scores: Scores | None = None
     exactness: str | None = None
     logs_next_steps: bool = True
-    last_act: Callable[[], str | None] = lambda: None
 
     @property
     def courses(self) -> Courses:

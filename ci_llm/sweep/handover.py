@@ -130,7 +130,7 @@ def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) ->
     opened = {folder: _last(folder, step) for folder in dict.fromkeys(folder for folder, _ in sources)}
     members = [(opened[folder], number) for folder, number in sources]
     first = members[0][0]
-    before = Source(first, sources[0][0]).config
+    before = Source(first).config
     by_rows = filter(config.is_open, Config.model_fields)
     settled = (*CHOICES, *FOUND, "pass_per_agent", "use_gradient_checkpointing", "kernels", *by_rows)
     config = config.model_copy(update={key: getattr(before, key) for key in settled})  # what auto was for them

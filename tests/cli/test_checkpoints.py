@@ -170,9 +170,7 @@ def test_verify_names_a_missing_file(run: Path, capsys: pytest.CaptureFixture[st
     assert told.out == "", "not even an empty line"
 
 
-def test_many_damaged_files_and_tensors_are_counted_and_five_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_many_damaged_files_are_counted_and_five_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = {f"layer{number}": torch.zeros(4) for number in range(40)}
     write_checkpoint(tmp_path / "a", {f"agent{number}": tensors for number in range(9)})
     for path in (tmp_path / "a").glob("*.safetensors"):
@@ -180,10 +178,7 @@ def test_many_damaged_files_and_tensors_are_counted_and_five_are_named(
         path.write_bytes(data[:-640] + b"\x01" * 640)
     assert verb("verify", tmp_path / "a") == 1
     told = capsys.readouterr().err
-    assert (
-        "agent0.safetensors has another digest in 40 of 40 tensors: layer0, layer1, layer2, layer3, layer4, 35 more"
-        in told
-    )
+    assert "agent0.safetensors has another digest" in told
     assert told.count("has another digest") == 5
     assert "; 4 more" in told
 

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import Pace
+from ci_llm.cluster.launch import Launch
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.crowd import generation, scoring
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoder import Decoder, Request
+from ci_llm.run.end.attempt import Attempt
 from ci_llm.run.end.watchdog import FIRST_S, LEAST_S, TIMES, Heartbeat, SilenceTimer, Stacks, Watchdog
 from tests.support.faults import KEYS, Fault, fired, said, train, train_with_faults, wrap
 from tools.testbed.forkserver import ForkServer
@@ -68,15 +71,12 @@ def test_a_hang_is_reported_although_the_disk_refuses_every_write(
 ) -> None:
     (tmp_path / "attempts").write_text("no folder can be made here")
     ends: list[str] = []
-    attempt: Any = SimpleNamespace(
-        number=1,
-        folder=tmp_path / "attempts/1",
-        config=SimpleNamespace(run_folder=tmp_path),
-        processes=SimpleNamespace(process_index=0, launch=None),
-        status=SimpleNamespace(finish=lambda status, *_: ends.append(status)),
-    )
+    config: Any = SimpleNamespace(run_folder=tmp_path)
+    attempt: Any = Attempt(config, Launch("python"), CheckpointManager(tmp_path))
+    attempt.number, attempt.processes = 1, SimpleNamespace(process_index=0)
+    attempt.status = SimpleNamespace(finish=lambda status, *_: ends.append(status))
     with Stacks() as stacks_on_demand, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ci_llm.run.end.watchdog.command_line", lambda _: "again")
+        patch.setattr("ci_llm.run.end.attempt.command_line", lambda _: "again")
         watchdog = Watchdog(attempt, Heartbeat(), Pace(), lambda: 4, stacks_on_demand)
         watchdog._report("no progress for 3 s")
     assert "no progress for 3 s" in capfd.readouterr().err

@@ -29,7 +29,8 @@ from ci_llm.data.batches import pack
 from ci_llm.data.tokens import Example
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.logs.run_log import RunLog
-from ci_llm.run import job, loop
+from ci_llm.run import loop
+from ci_llm.run.end import attempt
 from ci_llm.run.end.mirroring import RunMirror
 
 pytestmark = pytest.mark.usefixtures("threads_as_they_were")
@@ -550,7 +551,7 @@ def test_a_disk_that_is_full_at_the_start_is_recorded_as_a_failure(run: Path, mo
     assert status.first_loss is not None, "the next attempt compares with it"
     assert [failure.reason for failure in read_failures(run, 2)] == ["disk_full"]
     with monkeypatch.context() as disk:
-        disk.setattr(job, "record_attempt", full)
+        disk.setattr(attempt, "record_attempt", full)
         assert train(run, "max_train_steps=8") == 1
     assert read_status(run).attempt == 2, "the third one has not begun"
     assert train(run, "max_train_steps=8") == 0

@@ -59,14 +59,9 @@ def train(server: ForkServer, folder: Path, settings: str, *words: str) -> str:
 
 
 def digests(checkpoint: Path) -> dict[str, str]:
-    """Of every tensor of the agents and of their moments."""
-    files = read_manifest(checkpoint).files
-    return {
-        f"{file}: {name}": digest
-        for file, record in files.items()
-        if file.startswith(("agent", "optimizer"))
-        for name, digest in record.tensors.items()
-    }
+    """Of the files of the agents and of their moments."""
+    files = {name: each for name, each in read_manifest(checkpoint).files.items() if name.endswith(".safetensors")}
+    return {name: each.digest for name, each in files.items() if name.startswith(("agent", "optimizer"))}
 
 
 def layer_of(checkpoint: Path) -> Any:

@@ -34,7 +34,7 @@ from ci_llm.crowd.model import CrowdOutput
 from ci_llm.data import batches, loader
 from ci_llm.lora import kernels, layer
 from ci_llm.run import loop
-from ci_llm.run.end import result, shutdown
+from ci_llm.run.end import attempt, result
 from ci_llm.run.end import watchdog as hang_watch
 from ci_llm.run.end.watchdog import SilenceTimer
 from tools.testbed.events import DEADLINE_S, new_rows, wait_until, wait_until_committed
@@ -310,7 +310,7 @@ def failure_unwritten(fault: Fault) -> None:
         if Now.strikes(fault):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    wrap(shutdown, "write_failure", strike)
+    wrap(attempt, "write_failure", strike)
 
 
 def kill(fault: Fault) -> None:

@@ -24,11 +24,10 @@ import psutil
 
 from ci_llm.cluster.deadline import Pace
 from ci_llm.core.durable import make_folders, write_bytes
-from ci_llm.core.run_folder import Failure, write_failure
 from ci_llm.errors import Hang
 from ci_llm.interrupts import STACKS_SIGNAL
 from ci_llm.logs.run_log import LOG_NAME
-from ci_llm.run.end.shutdown import Attempt, command_line
+from ci_llm.run.end.attempt import Attempt
 
 #: The limit until a step was measured: as long as a collective waits for a machine that went silent.
 FIRST_S: Final = 1800.0
@@ -152,13 +151,12 @@ class Watchdog:
         )
         yield partial(os.write, 2, f"error: {error}\n".encode())
         yield partial(make_folders, self._meeting)  # from now on the other processes see that this one hangs
-        failure = Failure.of(error, error.reason, index, step)
-        yield partial(write_failure, self._run_folder, self._attempt.number, index, failure)
+        of_process, of_attempt = self._attempt.records_of_failure(step, error)
+        yield of_process
         stacks = f"hang: {what}; stacks of process {index}\n{self._stacks.take()}\n"
         yield partial(self._append_to_log, stacks)
         yield partial(write_bytes, self._meeting / f"process_{index}.txt", stacks.encode())
-        command = command_line(self._processes.launch)
-        yield partial(self._attempt.status.finish, "failed", error.reason, command)
+        yield of_attempt
 
     def _append_to_log(self, text: str) -> None:
         """Append without `RunLog`, which writes on the main process only, and whose lock the main thread may hold."""
