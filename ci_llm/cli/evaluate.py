@@ -114,9 +114,9 @@ class _Progress:
 
 
 def _as_text(call: argparse.Namespace, found: Evaluation) -> Iterator[str]:
-    from ci_llm.evaluation.evaluate import failed_lines, failed_rows
+    from ci_llm.evaluation.evaluate import failed_lines
     from ci_llm.evaluation.predictions import sureness_lines
-    from ci_llm.report.scores import table
+    from ci_llm.report.scores import failed_rows, table
 
     yield from (f"data  {line}" for line in found.lines)
     yield ""
@@ -144,7 +144,7 @@ def _where_failed(call: argparse.Namespace, found: Evaluation) -> str:
 
 
 def _as_json(call: argparse.Namespace, found: Evaluation) -> dict[str, Any]:
-    from ci_llm.evaluation.evaluate import failed_rows
+    from ci_llm.report.scores import failed_rows
 
     failed = failed_rows(found.rows)
     return {

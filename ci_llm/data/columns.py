@@ -439,7 +439,7 @@ def form_of_columns(
     # Columns that are named in their own case come first: of `Text` and `text` the named one is meant.
     preferred = sorted(columns, key=lambda column: column not in named.values())
     known = {part: (plain(name),) for part, name in named.items()}
-    if wanted in _JUDGED:
+    if wanted is not None and wanted in _JUDGED:
         form = _judged_form(preferred, known, where, wanted)
     elif given := {part: names for part, names in known.items() if part != "label"}:
         form = _named_form(preferred, given, where)

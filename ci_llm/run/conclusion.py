@@ -122,7 +122,7 @@ def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -
     """The contents of evaluation.json: the scores of the step that is the result of the run, and the best step."""
     config, rows, judged_by = run.present_config, run.eval_rows, run.evaluator.judged_by
     has_best = len(config.agents) > 1 and rows.are_common
-    asked = {"task": run.config.task, "aggregator": config.aggregator, "trained_on": rows.trained_on}
+    asked: dict[str, Any] = {"task": config.task, "aggregator": config.aggregator, "trained_on": rows.trained_on}
     return {
         **evaluation_record(scores, answers, **asked, heads=bool(run.crowd.settings.outputs)),
         "data": [part.rows.where for part in rows.sets],

@@ -306,7 +306,7 @@ def about(
         minimum: the answer is not given if it is right with a lower probability.
         sure: how sure the writer was of its tokens.
     """
-    right = judge and judge(signals(sure))
+    right = judge(signals(sure)) if judge else None
     return {
         "confidence": confidence if right is None else right,
         "calibrated": right is not None,

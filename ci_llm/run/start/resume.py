@@ -337,7 +337,7 @@ class RunCheckpoint:
         odd += [f"{change.key} {change.old} -> {change.new}" for change in changes if change.kind == "free"]
         odd += _other_bits(before, now, odd)
         others = [change.key for change in changes if change.kind != "free"]
-        if source.fingerprints["data"] != self.rows.fingerprint:
+        if source.fingerprints["data"] != fingerprint_of(self.rows):
             others.append("training rows")
         grade = "bitwise"
         if odd or not now["deterministic"]:
