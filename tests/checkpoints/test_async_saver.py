@@ -233,7 +233,7 @@ def test_without_memory_for_a_copy_the_error_says_what_to_do(
 
     with CheckpointManager(tmp_path, optimizers=[training.optimizer]) as manager:
         monkeypatch.setattr(torch, "empty", refuse)
-        with pytest.raises(CheckpointError, match=r"(?s)no memory.*async_save: false"):
+        with pytest.raises(CheckpointError, match=r"(?s)no memory.*async_save=False"):
             manager.save(1, training.state)
         monkeypatch.undo()
         training.step()
