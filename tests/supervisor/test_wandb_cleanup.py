@@ -88,15 +88,6 @@ def test_what_the_output_does_not_name_is_in_the_environment() -> None:
     assert told == ["W&B run abc of a failed attempt stays: no project is known (set WANDB_PROJECT)"]
 
 
-def test_a_url_says_more_than_a_folder() -> None:
-    run_task = FakeTask()
-    runs = WandbCleanup({"WANDB_PROJECT": "other"}, run_task)
-    folder = "wandb: Run data is saved locally in wandb/run-20240115_103045-abc"
-    runs.note(said(folder, url("abc"), folder), failed=True)
-    runs.delete_failed(timeout_s=1)
-    assert run_task.asked == ["team/project/abc"]
-
-
 def test_a_failure_is_reported_and_not_raised() -> None:
     runs = WandbCleanup({}, FakeTask(one="CommError: Could not find run"))
     runs.note(said(url("one")), failed=True)
@@ -174,16 +165,3 @@ def test_a_client_leaves_no_process_and_its_chatter_does_no_harm(tmp_path: Path)
     if survived := is_alive(service):
         os.kill(service, signal.SIGKILL)
     assert not survived
-
-
-@pytest.mark.slow
-def test_a_server_that_cannot_be_reached_is_not_a_failure(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="there is no wandb; make install-dev")
-    fit(tmp_path, ["bad", "good"])
-    with WandbServer({}) as server:
-        pass
-    env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "WANDB_CONFIG_DIR": str(tmp_path / "wandb")}
-    words = ["--lr-key", "lr", "lr=1e-3", "--", sys.executable, "fit.py"]
-    with Terminal(*words, cwd=tmp_path, env=env) as terminal:
-        assert terminal.wait() == 0, terminal.text
-    assert "the W&B run of a failed attempt stays: team/project/bad" in (tmp_path / "safe_train.log").read_text()
