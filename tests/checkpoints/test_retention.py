@@ -25,19 +25,6 @@ def keeping(folder: Path, measured: dict[int, float | None], **options: Any) -> 
     return keep
 
 
-def test_only_the_newest_are_kept_without_a_period_or_a_measure(tmp_path: Path) -> None:
-    assert keeping(tmp_path, {1: None, 2: None}).spared(tmp_path, 3, None) == set()
-    assert RetentionPolicy(None, 2, loss, "min").spared(tmp_path, 3, None) == set()
-    assert [RetentionPolicy(most, None, None, "min").newest for most in (None, 0, 1, 5)] == [None, 0, 1, 5]
-    assert [RetentionPolicy(most, None, loss, "min").newest for most in (None, 0, 1, 5)] == [None, 0, 1, 1]
-
-
-def test_multiples_of_the_period_are_kept(tmp_path: Path) -> None:
-    keep = keeping(tmp_path, {3: None, 4: None, 6: None}, period=3)
-    assert keep.spared(tmp_path, 10, None) == {3, 6}
-    assert keep.spared(tmp_path, 12, None) == {3, 6, 12}
-
-
 @pytest.mark.parametrize(("mode", "kept"), [("min", {3, 4, 5}), ("max", {1, 2, 3})])
 def test_the_best_steps_and_those_without_a_measure_are_kept(mode: str, kept: set[int], tmp_path: Path) -> None:
     keep = keeping(tmp_path, {1: 5.0, 2: 4.0, 3: None, 4: 2.0}, best_fn=loss, best_mode=mode)

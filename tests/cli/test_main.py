@@ -56,23 +56,15 @@ def nobody_reads() -> Iterator[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["status", "--help"]], ids=" ".join)
-def test_a_reader_that_closes_the_pipe_is_not_a_failure(words: list[str], unbuffered: str, nobody_reads: int) -> None:
-    done = run("-m", "ci_llm", *words, stdout=nobody_reads, PYTHONUNBUFFERED=unbuffered)
+def test_a_reader_that_closes_the_pipe_is_not_a_failure(unbuffered: str, nobody_reads: int) -> None:
+    done = run("-m", "ci_llm", "train", "--help", stdout=nobody_reads, PYTHONUNBUFFERED=unbuffered)
     assert (done.returncode, done.stderr) == (guard.BROKEN_PIPE_EXIT_CODE, "")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["-m", "ci_llm", "--help"],
-        ["-m", "ci_llm", "status", "--help"],
-        ["-m", "ci_llm", "checkpoints", "list", "--help"],
-        [ROOT / "safe_train.py", "--help"],
-    ],
-    ids=lambda words: " ".join(map(str, words[-2:])),
+    ("words", "unbuffered"),
+    [(["-m", "ci_llm", "checkpoints", "list", "--help"], ""), ([ROOT / "safe_train.py", "--help"], "1")],
 )
 def test_an_output_that_cannot_be_written_is_one_message(words: list[str | Path], unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
@@ -89,20 +81,6 @@ def test_a_status_that_cannot_be_printed_has_its_own_exit_code(tmp_path: Path) -
     with open("/dev/full", "w") as full:
         done = run("-m", "ci_llm", "status", tmp_path, stdout=full.fileno())
     assert (done.returncode, done.stderr.count("\n")) == (2, 3)
-
-
-def test_a_full_disk_elsewhere_is_not_mistaken_for_a_failed_output() -> None:
-    code = "import errno; from ci_llm.cli import command as guard\ndef command(): raise OSError(errno.ENOSPC, 'full')\n"
-    done = run("-c", f"{code}guard.run_guarded(command, debug=False)")
-    assert done.returncode == 1
-    assert "OSError: [Errno 28] full" in done.stderr
-
-
-@pytest.mark.slow
-def test_the_exit_code_reports_a_failure_that_cannot_be_printed() -> None:
-    bad = f"{sys.executable} -m ci_llm train num_agent=3 2>/dev/full"
-    done = subprocess.run(bad, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=DEADLINE_S)
-    assert done.returncode == 2
 
 
 VERBS = [[verb] for verb in main.COMMANDS]
@@ -177,11 +155,6 @@ def test_descriptors_of_closed_standard_files_are_not_reused(tmp_path: Path) -> 
     closed = f"{sys.executable} {tmp_path / 'command.py'} <&- >&- 2>&-"
     done = subprocess.run(closed, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=DEADLINE_S)
     assert done.returncode > 2
-
-
-def test_characters_outside_the_terminals_encoding_are_replaced() -> None:
-    code = "from ci_llm.cli import command as guard; guard.run_guarded(lambda: print('\u27e6') or 0, debug=False)"
-    assert run("-c", code, PYTHONIOENCODING="ascii").stdout == "\\u27e6\n"
 
 
 @pytest.mark.parametrize(

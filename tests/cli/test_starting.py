@@ -172,11 +172,6 @@ def test_a_supervisor_under_accelerate_lets_its_trainer_start_them(monkeypatch: 
     assert supervised(monkeypatch, asked, *own)[-1] == "seed=1", "a command of its own has its launcher"
 
 
-def test_options_of_the_trainer_in_a_command_are_not_read_as_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = ["--", "ci-llm", "train", "--continue", "--debug", "--distributed=2", "seed=1"]
-    assert supervised(monkeypatch, {}, *own) == own[1:]
-
-
 def test_supervisors_side_by_side_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     world = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
     with pytest.raises(LaunchError, match="4 supervisors were started"):

@@ -42,18 +42,6 @@ def test_every_step_comes_once_and_the_first_are_in_the_trace(
     assert "attempt1_process0.json.gz" in caplog.messages[0]
 
 
-def test_without_a_profile_nothing_is_written(tmp_path: Path) -> None:
-    assert list(profiled(iter("abc"), None, tmp_path, "name")) == ["a", "b", "c"]
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_attempt_that_ends_before_writes_nothing(tmp_path: Path) -> None:
-    steps = profiled(iter(range(9)), 5, tmp_path, "name")
-    assert next(iter(steps)) == 0
-    steps.close()  # type: ignore[attr-defined]
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_profile_that_cannot_be_written_is_reported_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from ci_llm.core import work
-from ci_llm.logs.progress import Position, ProgressLines, Speed, left_of
+from ci_llm.logs.progress import Position, ProgressLines, Speed
 from ci_llm.logs.run_log import LOG_NAME, RunLog
 from tests.logs.test_run_log import Clock
 
@@ -55,14 +55,6 @@ def test_a_line_gives_the_means_over_its_interval(log: RunLog, screen: io.String
     ]
 
 
-def test_speed_counts_the_steps_of_this_attempt_only(clock: Clock) -> None:
-    speed, lines = Speed(clock), ProgressLines(0.0, clock)
-    speed.mark(Position(1000, 2000))
-    clock.now += 10
-    speed.mark(Position(1010, 2000))
-    assert lines.of_step(Position(1010, 2000), speed) == "step 1010/2000  50%  1 steps/s  0:16:30 left"
-
-
 def test_speed_is_that_of_the_last_minute_and_leaves_evaluations_out(clock: Clock) -> None:
     speed = Speed(clock)
     for step in range(100):
@@ -100,11 +92,6 @@ def test_after_the_last_step_the_time_is_that_of_the_evaluation_before(clock: Cl
     assert str(speed.left(11)) == "0:00:20"
     clock.now += 21.0
     assert speed.left(11) is None, "it takes longer than the one before"
-
-
-def test_work_whose_last_part_is_done_has_no_time_left(clock: Clock) -> None:
-    assert left_of(0, 5, 10.0) is None
-    assert str(left_of(1, 5, 10.0)) == "0:00:02"
 
 
 def test_long_work_gets_a_line_per_interval_and_short_work_none(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
@@ -98,17 +98,6 @@ def test_the_evaluation_at_the_end_is_the_last_point_in_tensorboard(finished: Pa
         [final] = events.Scalars(f"final/{name}/exact_match")
         assert (final.step, final.value) == (6, pytest.approx(record["exact_match"][name]))
     assert [event.step for event in events.Scalars("train/loss")] == [2, 4, 6]
-
-
-@pytest.mark.slow
-def test_a_profile_of_the_first_steps_lies_in_the_folder_of_the_run(finished: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    assert train(folder, "profile_steps=2", "max_train_steps=3", "generation_eval_samples=0") == 0
-    assert sorted(path.name for path in (folder / "profile").iterdir()) == [
-        "attempt1_process0.json.gz",
-        "attempt1_process0.txt",
-    ]
-    assert "_FusedLinear" in (folder / "profile/attempt1_process0.txt").read_text()
 
 
 @pytest.mark.slow
@@ -465,11 +454,6 @@ def test_tokens_that_the_base_does_not_know_are_refused_before_the_run(
     assert not (tmp_path / "run").exists()
 
 
-def test_missing_data_is_reported_before_the_base_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ci_llm.run.start.loading.load_base", lambda *_: pytest.fail("which takes minutes"))
-    assert train(tmp_path / "run", "dataset_name=/nowhere.jsonl") == 2
-
-
 @pytest.mark.slow
 def test_other_rows_under_the_name_of_the_old_ones_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -574,36 +558,3 @@ def test_the_loss_counts_labels_only_and_is_shifted_by_one() -> None:
     packed = pack([example, example], [0, 1])
     assert packed.predict_from.tolist() == [1, 2, 5, 6]
     assert packed.targets.tolist() == [7, 8, 7, 8]
-
-
-@pytest.mark.slow
-def test_going_back_moves_newer_checkpoints_away(run: Path) -> None:
-    assert train(run, "restart_from=4", "max_train_steps=5") == 0
-    assert sorted(p.name for p in run.glob("checkpoint_step_*")) == ["checkpoint_step_4", "checkpoint_step_5"]
-    assert any(p.name.startswith("checkpoint_step_6") for p in (run / "superseded").iterdir())
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == sorted(steps)
-    assert steps[-1] == 5
-
-
-@pytest.mark.slow
-def test_a_resume_with_another_base_is_refused_by_name(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    base = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
-    base.model.norm.weight.data.mul_(1.5)
-    base.save_pretrained(tmp_path / "other")
-    AutoTokenizer.from_pretrained(BASE_FOLDER).save_pretrained(tmp_path / "other")
-    assert train(run, f"model_name={tmp_path / 'other'}", "max_train_steps=8") == 2
-    assert f"model_name was 'embedded', is '{tmp_path / 'other'}'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_damaged_run_begins_again_on_request(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("final_checkpoint", "checkpoint_step_4", "checkpoint_step_6"):
-        flip_last_bit(run / name / "optimizer.safetensors")
-    assert train(run) == 1
-    assert train(run, "overwrite_output_dir=true") == 0
-    assert "a fresh start" in capsys.readouterr().out
-    assert read_status(run).status == "completed"
-    assert len(list((run / "overwritten/1/quarantine").iterdir())) == 3

@@ -283,23 +283,6 @@ def test_a_short_request_is_answered_while_a_long_text_is_tokenised(
     assert answers[0].json()["usage"]["completion_tokens"] == 1
 
 
-@pytest.mark.parametrize(("odd", "drops"), [("\u0301", True), ("", False)])
-def test_without_a_length_per_token_characters_do_not_count(odd: str, drops: bool) -> None:
-    """A tokenizer that drops accents, or makes one token of what it does not know, takes texts of any length."""
-
-    class Dropping:
-        tokenizer = property(lambda self: self)
-
-        def get_vocab(self) -> dict[str, int]:
-            return {"abcd": 0}
-
-        def plain_ids(self, text: str) -> list[int]:
-            return [0] * (len(text.replace(odd, "")) // 4 if odd else len(text) // 4)
-
-    served = call.Served(Dropping(), ["a"], "crowd", 100, 9, frozenset(), 3)  # type: ignore[arg-type]
-    assert served.characters == (None if drops else 400)
-
-
 # Bodies that nobody thought of
 
 NAMES = st.sampled_from([*ChatBody.model_fields, *CompletionBody.model_fields, "tools", "user", "top_kk"])
@@ -339,16 +322,3 @@ def problem_or(function: Callable[[], T]) -> T | ApiProblem:
 def test_any_bytes_are_parsed_or_refused(raw: bytes) -> None:
     found = problem_or(lambda: parsed(raw))
     assert isinstance(found, dict) or found.status == 400
-
-
-@pytest.mark.slow
-@settings(max_examples=campaign.size(100, 1000))
-@given(fields=FIELDS, is_chat=st.booleans())
-def test_any_fields_are_answered_or_refused(served: Listening, fields: dict[str, Any], is_chat: bool) -> None:
-    short = {"max_tokens": 2, "n": 1, "stream": False}
-    first = {"messages": [MESSAGE]} if is_chat else {"prompt": "x"}
-    path = "/v1/chat/completions" if is_chat else "/v1/completions"
-    fields = {name: value for name, value in fields.items() if name not in ("n", "max_completion_tokens")}
-    answer = served.post(path, {"model": "crowd", **short, **first, **fields})
-    assert answer.status_code in (200, 400, 404), answer.text
-    assert "error" in answer.text or answer.status_code == 200
