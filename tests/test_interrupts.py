@@ -122,15 +122,6 @@ def test_termination_that_is_held_back_arrives_afterwards(interrupts: Interrupts
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
-def test_sending_a_signal_to_a_process_that_is_gone_returns_false() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert interrupts_module.send(child.pid, "SIGTERM")
-    assert child.wait(DEADLINE_S) == -signal.SIGTERM
-    assert not interrupts_module.send(child.pid, "SIGTERM")
-    assert child.stdin is not None
-    child.stdin.close()
-
-
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP", "SIGNONE", "TERM"])
 def test_a_signal_that_cannot_be_caught_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
@@ -163,13 +154,6 @@ def test_handlers_and_the_wakeup_fd_come_back() -> None:
         os.close(read_fd)
         os.close(write_fd)
     assert "ci_llm signals" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_a_handler_that_other_code_installed_later_stays() -> None:
-    before = signal.getsignal(signal.SIGUSR2)
-    with Interrupts(announce=lambda _line: None):
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    assert signal.signal(signal.SIGUSR2, before) == signal.SIG_IGN
 
 
 def test_at_the_end_of_a_program_its_signals_are_ignored_and_the_handler_of_other_code_stays(
@@ -311,28 +295,6 @@ def test_ctrl_c_twice_raises_where_bytecode_runs_and_a_third_one_ends_the_proces
         # One more may be taken for one of its own, of which two that came at the same moment were one.
         wait_until("a further Ctrl-C ends the process", lambda: send(signal.SIGINT) or not exit_codes.empty())
         assert exit_codes.get() == 130
-
-
-def test_ctrl_c_twice_ends_the_process_when_the_main_thread_has_had_its_time(exit_codes: queue.Queue[int]) -> None:
-    with Interrupts(announce=lambda _line: None, abort_grace_s=0) as one:
-        send(signal.SIGINT)
-        assert one.wait(DEADLINE_S)
-        with contextlib.suppress(KeyboardInterrupt):  # if the handler runs after the listener
-            send(signal.SIGINT)
-            one._raised.wait(0)
-        assert exit_codes.get(timeout=DEADLINE_S) == 130
-
-
-def test_a_signal_that_the_main_thread_does_not_take_is_sent_again(
-    exit_codes: queue.Queue[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[int] = []
-    monkeypatch.setattr(signal, "pthread_kill", lambda _thread, number: sent.append(number))
-    one = Interrupts(announce=lambda _line: None)
-    monkeypatch.setattr(one._raised, "wait", lambda _seconds: len(sent) == 2)
-    one._abort()
-    assert (sent, one._own_sigints) == ([signal.SIGINT] * 2, 2)
-    assert exit_codes.empty()
 
 
 # Children

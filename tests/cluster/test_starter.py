@@ -27,7 +27,7 @@ from ci_llm.cluster.launch import (
     read_launch,
     started_by,
 )
-from ci_llm.cluster.starter import processes_to_start, tell, without_options
+from ci_llm.cluster.starter import processes_to_start, tell
 from ci_llm.interrupts import Interrupts
 
 ROOT = Path(__file__).parents[2]
@@ -88,16 +88,6 @@ def test_only_a_machine_with_the_device_of_a_driver_asks_torch(tmp_path: Path, m
     assert starter._num_gpus({}, tmp_path) == 3
     assert starter._num_gpus({"ACCELERATE_USE_CPU": "True"}, tmp_path) == 0
     assert starter._num_gpus({"ACCELERATE_TORCH_DEVICE": "cpu"}, tmp_path) == 0, "a run computes on the CPU then"
-
-
-def test_several_gpus_are_pointed_out() -> None:
-    (note,) = launches.launch_notes(read_launch({}, []), {}, num_gpus=4)
-    assert note.startswith("4 GPUs, 1 process: `--distributed`, or ")
-
-
-def test_words_without_the_option() -> None:
-    words = ["--distributed", "seed=1", "--distributed=4", "distributed_backend=x", "--distributed=all", "--continue"]
-    assert without_options(words) == ["seed=1", "distributed_backend=x", "--distributed=all"]
 
 
 @pytest.mark.parametrize(
@@ -207,13 +197,6 @@ def test_a_step_counts_with_its_own_processor_time(tmp_path: Path, monkeypatch: 
     agent: Any = SimpleNamespace(pid=1, poll=lambda: None)
     assert starter._wait_until_up(agent, tmp_path, 1, Interrupts()) == []
     assert len([*loads]) <= 89
-
-
-def test_the_processor_time_of_a_process_tree_is_read() -> None:
-    assert starter._processor_seconds(os.getpid()) > 0
-    gone = starter.subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    assert starter._processor_seconds(gone.pid) == 0
 
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "node3"}

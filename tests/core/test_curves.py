@@ -39,9 +39,3 @@ def test_a_curve_fits_its_place(width: int, height: int, count: int) -> None:
     assert 2.8 < float(lines[0].split()[0]) <= 3, "a column shows a mean"
     assert lines[0].endswith("o")
     assert lines[height - 1].endswith("o")
-
-
-def test_where_curves_meet_there_is_a_star() -> None:
-    lines = draw_curves({"A": [(0, 2.0), (1, 1.0)], "B": [(0, 2.0), (1, 2.0)]}, 40).splitlines()
-    assert lines[0].endswith("┤*B")
-    assert lines[HEIGHT - 1].endswith("┤ A")

@@ -12,7 +12,7 @@ from ci_llm.core.durable import make_folders, write_json
 from ci_llm.core.run_folder import Failure, write_failure
 from ci_llm.core.run_status import Status, keep_status, kept_status
 from ci_llm.report.facts import RunFacts, seconds_by_kind
-from tests.report.folders import NOW, leave_run, leave_status, metrics
+from tests.report.folders import NOW, leave_run, leave_status
 
 
 def begin(folder: Path, attempt: int, step: int, launched: float) -> None:
@@ -51,16 +51,6 @@ def test_a_killed_attempt_costs_the_steps_that_were_lost_and_the_pause(tmp_path:
     assert first.seconds["no process"] == pytest.approx(20)
     assert second.seconds["start-up"] == first.restart_s == pytest.approx(2)
     assert first.cost_s == pytest.approx(25)
-
-
-def test_steps_without_a_line_of_their_own_are_training_all_the_same(tmp_path: Path) -> None:
-    """With logging_steps=10 a run that was interrupted after step 17 has its last line at step 10."""
-    folder = leave_run(tmp_path / "run", steps=10, status="interrupted")
-    begin(folder, 1, 0, NOW)
-    leave_status(folder, "interrupted", 17, reason="signal:SIGTERM", started=NOW, heartbeat=NOW + 19)
-    (attempt,) = RunFacts(folder).attempts
-    assert attempt.seconds["training"] == pytest.approx(17)
-    assert attempt.seconds["shutdown"] == pytest.approx(1.5)
 
 
 def test_a_run_that_went_back_further_has_lost_the_steps_of_several_attempts(tmp_path: Path) -> None:
@@ -121,17 +111,3 @@ def test_the_status_of_an_attempt_is_kept_with_its_last_line_of_metrics(tmp_path
     assert kept is not None
     assert (kept.status, kept.step, kept.heartbeat) == ("running", 23, NOW + 4)
     assert kept_status(tmp_path, 2) is None
-
-
-def test_metrics_of_other_attempts_do_not_count_for_this_one(tmp_path: Path) -> None:
-    folder = leave_run(tmp_path / "run", steps=6)
-    begin(folder, 1, 0, NOW)
-    leave_attempt(folder, 1, "interrupted", 6, NOW, NOW + 7)
-    begin(folder, 2, 6, NOW + 100)
-    later = [line | {"step": line["step"] + 6, "time": line["time"] + 101} for line in metrics(4, 2, attempt=2)]
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in later)
-    leave_status(folder, "completed", 10, attempt=2, started=NOW + 101, heartbeat=NOW + 106)
-    facts = RunFacts(folder)
-    assert [attempt.seconds["training"] for attempt in facts.attempts] == pytest.approx([6, 4])
-    assert sum(seconds_by_kind(facts.attempts).values()) == pytest.approx(facts.wall_s)

@@ -11,7 +11,7 @@ import pytest
 
 from ci_llm.core.quantities import duration
 from ci_llm.report.facts import RunFacts, seconds_by_kind
-from tests.report.test_page import MEGABYTE, text_of
+from tests.report.test_page import text_of
 from tests.support.browser import CHROMIUM, NO_CHROMIUM, Browser
 from tests.support.faults import Fault, fired, said, train
 from tools.testbed.forkserver import ForkServer
@@ -97,17 +97,6 @@ def test_every_second_of_the_run_is_accounted_for_once(facts: RunFacts) -> None:
     assert all(spent > 0 for spent in seconds.values()), seconds
 
 
-def test_metrics_and_attempts_agree_on_what_was_kept(facts: RunFacts) -> None:
-    steps = [line["step"] for line in facts.metrics.lines if "epoch" in line]
-    assert steps == list(range(1, 17))
-    for one, after in zip(facts.attempts, facts.attempts[1:], strict=False):
-        assert one.kept_step == after.first_step
-
-
-def test_the_page_stays_below_a_megabyte(page: Path) -> None:
-    assert page.stat().st_size < MEGABYTE
-
-
 def test_a_report_that_fails_is_a_warning_and_the_run_completed(server: ForkServer, tmp_path: Path) -> None:
     keys = {**KEYS, "max_train_steps": 2, "eval_steps": "null", "generation_eval_samples": 0}
     assert train(server, tmp_path, Fault("no report", steps=(1,)), **keys) == [0]
@@ -164,12 +153,3 @@ def test_the_page_fits_and_can_be_read(look: str, browser: Browser, tmp_path: Pa
     assert len(drawings) == 6
     assert min(drawings) > 40
     assert browser.picture(tmp_path / f"{look}.png").stat().st_size > 20_000
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
-def test_light_and_dark_differ(browser: Browser) -> None:
-    seen = []
-    for scheme in ("light", "dark"):
-        browser.look(scheme=scheme)
-        seen.append(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
-    assert seen == ["rgb(255, 255, 255)", "rgb(20, 24, 29)"]

@@ -10,7 +10,7 @@ import pytest
 
 from ci_llm.cli.main import main
 from ci_llm.report.page import write_report
-from ci_llm.report.scores import how_measured, judged_lines, notes, table
+from ci_llm.report.scores import judged_lines, notes, table
 from ci_llm.run.step.evaluation import result_metrics
 from tests.report.folders import evaluation, leave_run, prediction
 from tests.report.test_page import text_of
@@ -63,12 +63,6 @@ def test_notes_name_the_agent_to_serve_where_the_crowd_adds_nothing(found: dict[
     assert (said == []) if told is None else (len(said) == 1 and said[0].startswith(told)), said
 
 
-def test_a_crowd_that_has_changed_names_the_folder_of_its_agent() -> None:
-    [said] = notes(record([2.0, 1.3], 1.5, folders=["agent0", "agent3"], names=["slow", "fast"]), "run")
-    assert "fast 1.3000" in said
-    assert said.endswith("ci-llm export run --agent agent3 --to agent3")
-
-
 OWN = {"learning_rates": [1e-4, 1e-3], "best_agent": {"agent": 1, "next": 0, "rows_better": 9, "rows_worse": 2}}
 
 
@@ -86,14 +80,6 @@ def test_the_page_of_heads_has_the_words_of_heads(tmp_path: Path) -> None:
         assert word in page
     for word in ("exact match", "nats per token"):
         assert word not in page
-
-
-def test_what_heads_have_judged_is_said() -> None:
-    heads = record([0.6, 0.7], 0.5, measured_by="heads")
-    pairs = heads | {"preferences": {"n": 40}}
-    numbers = record([0.6, 0.7], 0.5, **FREE) | {"measured_by": "heads"}
-    said = [how_measured(each) for each in (heads, pairs, numbers)]
-    assert said == ["classes, by heads", "the better of each pair, by heads", "numbers, by heads"]
 
 
 def test_free_text_has_no_exact_match(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

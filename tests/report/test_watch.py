@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ci_llm.cluster.slurm import QueuedJob, query_queue
+from ci_llm.cluster.slurm import QueuedJob
 from ci_llm.core.run_folder import record_attempt
 from ci_llm.report import watch
 from ci_llm.report.status import Reading
@@ -150,19 +150,6 @@ def test_squeue_is_asked_seldom_and_at_once_for_other_jobs(tmp_path: Path, monke
     monkeypatch.setattr(watch, "_ASK_EVERY_S", 0.0)
     scene.look()
     assert len(squeue.asked) == 3
-
-
-def test_the_output_of_squeue_is_read() -> None:
-    asked: list[list[str]] = []
-
-    def squeue(command: Sequence[str]) -> str:
-        asked.append(list(command))
-        return "1|RUNNING|None|3:12:00\n2_7|PENDING|Priority|4:00:00\nodd line"
-
-    assert query_queue(["1", "2_7"], squeue) == {"1": RUNNING, "2_7": PENDING}
-    assert asked == [["squeue", "-h", "-r", "-j", "1,2_7,1,2_7", "-o", "%i|%T|%r|%L"]]
-    assert query_queue(["1"], lambda _: None) is None
-    assert query_queue(["1"], lambda _: "") == {}
 
 
 def test_a_failed_run_under_a_supervisor_is_waited_for(tmp_path: Path) -> None:
