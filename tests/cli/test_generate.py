@@ -182,24 +182,6 @@ def test_a_bad_call_is_refused_before_torch_is_imported(
     assert told in done.stderr
 
 
-def test_a_file_that_cannot_be_read_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = refused(capsys, run, "--file", "/proc/self/mem")  # to root as well, address 0 is closed
-    assert told.startswith("error: the file cannot be read: Input/output error\n  where: /proc/self/mem\n")
-
-
-def test_a_path_that_is_not_a_run_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "there is no such folder" in refused(capsys, tmp_path / "nowhere", "hello")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    told = refused(capsys, "somebody/crowd", "hello")
-    assert "there is no such folder, the hub cannot be asked (HF_HUB_OFFLINE is set)" in told
-    assert "there is no checkpoint at this path" in refused(capsys, tmp_path, "hello")
-    (tmp_path / "file").write_text("")
-    assert "there is no such folder" in refused(capsys, tmp_path / "file", "hello")
-    assert "not the URL of a mirror" in refused(capsys, "ftp://bucket/run", "hello")
-
-
 @pytest.mark.slow
 def test_a_base_is_asked_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = [json.loads(asked(capsys, name, QUESTIONS[0], "--json", *SHORT)) for name in ("embedded", BASE_FOLDER)]
@@ -232,11 +214,6 @@ def test_a_gguf_file_and_a_folder_that_holds_one_are_bases(tmp_path: Path) -> No
     assert given_path.is_base(str(tmp_path))
     assert given_path.is_base(str(tmp_path / "model.gguf"))
     assert not given_path.is_base(str(tmp_path / "other.gguf"))
-
-
-def test_a_prompt_longer_than_the_positions_says_how_long(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = refused(capsys, run, "Ann has 3 pens. " * 300)
-    assert "tokens, and the base reads 512" in told.splitlines()[0]
 
 
 @pytest.fixture

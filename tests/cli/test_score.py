@@ -136,23 +136,3 @@ def test_a_bad_call_is_one_message(
     assert code == 2
     assert message in said
     assert out == ""
-
-
-def test_an_export_of_heads_offers_no_server(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = called(capsys, "export", folders["classes"], "--agent", 0, "--to", tmp_path / "agent")
-    assert code == 0
-    assert "README.md has the commands" in out
-    assert "vllm" not in (out + (tmp_path / "agent/README.md").read_text()).lower()
-
-
-def test_a_file_without_texts_is_named(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"name": "Ann"}\n')
-    (tmp_path / "empty.jsonl").write_text('{"text": "a"}\n{"text": ""}\n')
-    for name, message in (("rows.jsonl", "No column holds a text"), ("empty.jsonl", "row 1 (counted from 0)")):
-        code, _, said = called(capsys, "score", folders["classes"], "--file", tmp_path / name)
-        assert code == 2
-        assert message in said

@@ -281,34 +281,3 @@ def test_masks_of_a_step_that_was_begun_hold() -> None:
 
 
 # The sampler
-
-
-def test_every_epoch_holds_each_row_once_in_an_order_of_its_own() -> None:
-    sampler = StatefulSampler(range(50), seed=1)
-    first, second = list(sampler), list(sampler)
-    assert sorted(first) == sorted(second) == list(range(50))
-    assert first != second
-    sampler.set_epoch(0)
-    assert list(sampler) == first
-    assert list(StatefulSampler(range(50), seed=2)) != first
-    assert len(sampler) == 50
-
-
-def test_a_pass_may_begin_anywhere() -> None:
-    sampler = StatefulSampler(range(50))
-    sampler.set_epoch(3)
-    whole = list(sampler)
-    sampler.set_epoch(3, start=20)
-    assert list(sampler) == whole[20:]
-    sampler.set_epoch(3)
-    assert list(sampler) == whole
-
-
-def test_the_state_of_a_sampler() -> None:
-    sampler = StatefulSampler(range(50), seed=5)
-    sampler.set_epoch(2)
-    fresh = StatefulSampler(range(50))
-    fresh.load_state_dict(sampler.state_dict())
-    assert list(fresh) == list(sampler)
-    with pytest.raises(ForeignCheckpoint, match="50 rows, and there are 49"):
-        StatefulSampler(range(49)).load_state_dict(sampler.state_dict())

@@ -11,7 +11,7 @@ import pytest
 
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.core.durable import Filesystem
-from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable
+from ci_llm.errors import DamagedCheckpoint, MirrorUnreachable
 from ci_llm.mirror.filling import fill
 from ci_llm.mirror.head import HEAD, NOBODY, Found, Head
 from ci_llm.mirror.objects import Conflict, open_objects
@@ -136,21 +136,6 @@ def test_a_store_that_holds_other_bytes_than_were_sent_is_not_believed(lying: Ly
     assert lying.store.get(f"{file.place}/log") == b"some bytes"
     writer.commit(replace(writer.head, attempt=8))
     assert MirrorReader(lying.store).head() == writer.head
-
-
-def test_a_store_that_ignores_conditions_is_refused(lying: Lying) -> None:
-    lying.instead["swap"] = lambda key, data, version: lying.store.put(key, data)
-    with pytest.raises(CheckpointError, match="ignores the condition"):
-        claimed(lying)
-
-
-def test_claims_that_are_overtaken_again_and_again_give_up(lying: Lying) -> None:
-    def swap(*_: Any) -> None:
-        raise Conflict(HEAD)
-
-    lying.instead["swap"] = swap
-    with pytest.raises(MirrorUnreachable, match="again and again"):
-        claimed(lying)
 
 
 def test_a_head_that_vanishes_is_a_lost_claim(lying: Lying) -> None:

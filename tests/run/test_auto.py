@@ -20,7 +20,6 @@ from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from ci_llm.config import Config, load_config, parse_config
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE
 from ci_llm.run.start import loading
-from ci_llm.run.start.loading import eval_samples_of
 from tests.run.test_call import StopAt
 
 ROOT = Path(__file__).parents[2]
@@ -101,14 +100,6 @@ def test_rates_follow_the_base_and_rows_follow_the_data(own_base: Path, tmp_path
     assert load_config(ROOT / "configs.yaml", ["epochs=2"]).max_train_steps is None
     (tmp_path / "both.yaml").write_text("epochs: 2\nmax_train_steps: auto\n")
     assert load_config(tmp_path / "both.yaml").max_train_steps is None
-
-
-def test_a_config_that_was_resolved_still_says_auto(own_base: Path) -> None:
-    """A later call with another base must resolve auto again and not inherit numbers of the embedded base."""
-    given = Config(seed=3, learning_rate="auto")
-    assert given.learning_rate == 8e-3
-    found = ci_llm.config.read_call(given, {"model_name": str(own_base)}).config
-    assert (found.learning_rate, found.lora_rank, found.seed) == (2e-4, 16, 3)
 
 
 @pytest.mark.slow
@@ -199,11 +190,3 @@ def test_rows_longer_than_the_positions_of_the_base_are_cut_with_a_message(own_b
     assert config.max_seq_length == POSITIONS
     assert re.search(rf"1 texts of more than max_seq_length {POSITIONS} tokens are cut into \d+ blocks", told)
     assert result.step > 1
-
-
-def test_evaluations_are_counted_by_what_training_reads() -> None:
-    config = Config(model_name="own", eval_steps=100, batch_size=10)
-    assert eval_samples_of(config, [10_000], 10) == 333  # 30,000 rows, 30 evaluations
-    assert eval_samples_of(config, [30], 10) == 50
-    assert eval_samples_of(config.model_copy(update={"eval_steps": None}), [1_000], 10) == 1_000
-    assert eval_samples_of(config.model_copy(update={"max_train_steps": 200}), [15], 10) == 250  # 100 epochs

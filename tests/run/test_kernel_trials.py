@@ -63,14 +63,6 @@ def test_a_part_that_one_process_finds_wrong_stays_plain_on_all() -> None:
     assert crowd.fast == tuple(part for part in PARTS if part != "norms")
 
 
-def test_parts_that_fail_only_together_all_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([None] * len(PARTS) + ["another peer's reason"])
-    peers: Any = SimpleNamespace(**vars(ALONE) | {"gather_object": lambda value: [value, next(answers)]})
-    crowd = crowd_on()
-    assert tried(crowd, peers) == ["everything stays plain: another peer's reason"]
-    assert crowd.fast == ()
-
-
 def test_a_trial_without_memory_leaves_everything_plain() -> None:
     def fail(_: object) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -7,11 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from ci_llm.config import Config
-from ci_llm.crowd.scoring import AnswerScores, Solved
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.rows import ListedRows
 from ci_llm.data.sources import load_rows, recognised
@@ -68,13 +66,6 @@ def some_of_length(length: int, folder: Path) -> TokenizedRows:
     raw = [{"question": "1+1?", "answer": "1+1=2\n" * count} for count in (1, 20, 30)]
     tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
     return tokenize(recognised(ListedRows(raw), "here"), tokenizer, max_seq_length=length, cache_folder=folder)
-
-
-def test_the_example_of_the_first_process_that_has_one_is_shown() -> None:
-    example = Solved("q", "a", "a", (True, True, True))
-    nothing, some = AnswerScores(torch.zeros(3, 0).bool()), AnswerScores(torch.ones(3, 1).bool(), example)
-    assert AnswerScores.joined([nothing, some, AnswerScores(some.right)]).example == example
-    assert AnswerScores.joined([nothing]).example is None
 
 
 @pytest.mark.parametrize("asked", [{"stop": "signal:SIGTERM"}, {"out_of_memory": True}])

@@ -20,7 +20,6 @@ import torch
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import Deadline
 from ci_llm.cluster.launch import Launch, read_launch
-from ci_llm.core.run_folder import record_attempt
 from ci_llm.core.run_status import RunStatus, read_status
 from ci_llm.run.end import shutdown
 from tests.run.test_emergency_save import BrokenOnce
@@ -57,17 +56,6 @@ def test_an_interruption_reports_the_step_that_is_saved(
     attempt_at_its_end(tmp_path, steps, began_at, trained=60).interrupted("signal:SIGINT")
     assert read_status(tmp_path).step == step
     assert f"interrupted (signal:SIGINT): {where}; resume with: " in caplog.messages[0]
-
-
-def test_steps_that_no_checkpoint_holds_do_not_count_as_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(shutdown, "requeue", lambda *_, **keys: asked.update(keys))
-    for attempt in (1, 2):
-        record_attempt(tmp_path, attempt, 5)
-    attempt_at_its_end(tmp_path, [5], began_at=5, trained=9).interrupted("signal:SIGTERM")()
-    assert asked["without_progress"] == 2
 
 
 def test_a_full_disk_hides_no_interruption(

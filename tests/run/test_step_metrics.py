@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ci_llm.checkpoints.manifest import copy_info
-from ci_llm.distributed.ballot import StepSums
 from ci_llm.run.step.step_metrics import StepMetrics
 
 CPU = torch.device("cpu")
@@ -97,16 +96,3 @@ def test_a_checkpoint_between_two_lines_holds_the_metrics_of_an_objective() -> N
     for each in (metrics, loaded):
         each.add_named(NAMED, [(0.0, 1.0, -2.0, 2.0), (1.0, 1.0, 9.0, 1.0)])
     assert loaded.means() == metrics.means()
-
-
-@pytest.mark.parametrize(("own_targets", "metrics"), [(False, 0), (True, 0), (True, 1), (True, 3)])
-def test_sums_of_a_step_are_told_apart(own_targets: bool, metrics: int) -> None:
-    targets = [5, 7] if own_targets else []
-    measured = torch.arange(4.0 * metrics).double().reshape(2, metrics, 2) if metrics else None
-    packed = StepSums.pack(
-        torch.tensor([1.5, 2.5], dtype=torch.float64), targets, torch.tensor(0.5, dtype=torch.float64), 9, measured
-    )
-    assert len(packed) == StepSums.size(2, own_targets=own_targets, metrics=metrics)
-    found = StepSums.unpack(packed.tolist(), 2)
-    assert (found.losses, found.targets, found.diversity, found.tokens) == ((1.5, 2.5), tuple(targets), 0.5, 9)
-    assert found.metrics == (() if measured is None else tuple(tuple(own.flatten().tolist()) for own in measured))

@@ -10,7 +10,6 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -18,13 +17,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
-from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cli.main import main
 from ci_llm.config import parse_config
 from ci_llm.core.run_status import read_status
 from ci_llm.run import loop
 from ci_llm.run.end import shutdown
-from ci_llm.sweep.runner import SweepRunner
 from ci_llm.sweep.sweep import Sweep
 from tests.sweep.trials import KEYS, LOADED, by_hand, called, facts, record, single, words
 from tools.testbed.forkserver import ForkServer
@@ -98,25 +95,6 @@ def test_the_job_of_a_sweep_is_put_back_when_its_own_status_is_written(
     assert capsys.readouterr().out.count("SLURM job 7 is put back into the queue") == 1
 
 
-def test_a_job_is_put_back_although_its_folder_cannot_be_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError("the disk is gone")
-
-    said: list[str] = []
-    sweep, processes = SimpleNamespace(), SimpleNamespace(on_main=fail, require_same_folder=lambda _: None)
-    reading = SimpleNamespace(config=SimpleNamespace(run_folder=tmp_path))
-    sweeping = SweepRunner(reading, None, SimpleNamespace(is_main_process=True), said.append)  # type: ignore[arg-type]
-    sweeping._keep_last_act(lambda: "SLURM job 7 is put back into the queue")
-    monkeypatch.setattr(sweeping, "_load", lambda _: None)
-    monkeypatch.setattr(Sweep, "of", lambda *_: sweep)
-    monkeypatch.setattr(CheckpointStore, "close", fail)
-    with pytest.raises(OSError, match="the disk is gone"):
-        sweeping._lead(processes)  # type: ignore[arg-type]
-    assert said == ["SLURM job 7 is put back into the queue"]
-
-
 def test_a_sweep_leaves_the_documented_files(undisturbed: Path) -> None:
     told, run = record(undisturbed), undisturbed / "run"
     assert told["complete"]
@@ -150,13 +128,6 @@ def test_the_base_is_loaded_once_for_all_segments(undisturbed: Path) -> None:
     """A second load in one call would have failed it; those that find the sweep complete load none."""
     assert len(record(undisturbed)["segments"]) == 3
     assert len((undisturbed / LOADED).read_text().splitlines()) == 1
-
-
-def test_the_second_rung_continues_the_first_bit_for_bit(undisturbed: Path) -> None:
-    logs = [path.read_text() for path in (undisturbed / "run").glob("segments/*/training.log")]
-    assert len(logs) == 3
-    assert all("exactness: bitwise" in log for log in logs if "resume    step 4 of 8" in log)
-    assert sum("resume    step 4 of 8" in log for log in logs) == 1
 
 
 def test_every_trial_has_the_bits_of_its_own_single_run(
@@ -335,11 +306,6 @@ def test_the_folder_of_a_run_is_refused_before_anything_is_loaded(
     assert call(server, folder, arguments=[*dry, *words()]) == [2]
     assert "this folder holds a run and not a sweep" in (folder / "log").read_text()
     assert not (folder / LOADED).exists()
-
-
-def test_a_second_call_says_that_the_sweep_is_complete(server: ForkServer, undisturbed: Path) -> None:
-    complete(server, undisturbed)
-    assert "This sweep is complete" in (undisturbed / "log").read_text()
 
 
 def test_a_sweep_in_which_every_trial_fails_has_failed(server: ForkServer, new_folder: Folder) -> None:
