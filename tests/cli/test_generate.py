@@ -44,9 +44,6 @@ def asked(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     [
         ([], {}),
         (["--stop", "####", "--stop", r"=1\n"], {"stop_strings": ["####", "=1\n"]}),
-        (["--aggregator", "logit"], {"aggregator": "logit"}),
-        (["--temperature", "0"], {}),
-        (["--seed", "3"], {"do_sample": True, "seed": 3}),
         (
             ["--temperature", "2", "--top-p", "0.9", "--top-k", "40", "--seed", "1"],
             {"do_sample": True, "temperature": 2.0, "top_p": 0.9, "top_k": 40, "seed": 1},

@@ -223,7 +223,6 @@ def test_a_run_with_more_steps_resumes_and_says_that_it_is_longer(
     ("words", "message"),
     [
         (["num_agents=2"], "num_agents was 3, is 2"),
-        (["lora_rank=4"], "lora_rank was 2, is 4"),
         (["learning_rate=1e-3"], "learning_rate was 0.005, is 0.001"),
         (["max_train_samples=10"], "max_train_samples was 20, is 10"),
         (["resume_from_checkpoint=null"], "holds checkpoints of steps 4, 6"),
@@ -287,7 +286,6 @@ def test_the_log_says_how_exact_a_run_with_other_settings_is(
     [
         ("final_checkpoint", [], "nothing is left to train: the checkpoint is of step 6, and this run ends at step 6"),
         ("checkpoint_step_6", ["max_train_steps=3"], "the checkpoint is of step 6, and this run ends at step 3"),
-        ("", [], "nothing is left to train"),
     ],
 )
 def test_a_run_that_begins_at_its_last_step_is_refused_before_any_evaluation(

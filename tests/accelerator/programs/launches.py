@@ -22,6 +22,7 @@ from tools.testbed.accelerator.face import TRACE
 def step(vocabulary: int, rows: int, *, pass_per_agent: bool, layers: int = 24) -> dict[str, Any]:
     """What one step starts on the device."""
     torch.manual_seed(0)
+    harness.VOCABULARY = vocabulary  # of which the rows are
     shape = Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=64,
