@@ -174,19 +174,3 @@ def test_a_run_keeps_the_date_that_its_chats_began_with(
     assert recorded(result.folder / "final_checkpoint").chat_date == "2026-01-02"
     log = (result.folder / "training.log").read_text()
     assert {*re.findall(r"first row.*?(\d\d Jan 2026)", log)} == {"02 Jan 2026"}
-
-
-@pytest.mark.slow
-def test_rows_longer_than_the_positions_of_the_base_are_cut_with_a_message(own_base: Path, tmp_path: Path) -> None:
-    one = questions(tmp_path / "one.jsonl", 1, words=200)
-    with pytest.raises(ci_llm.CiLlmError, match=f"whose answer begins after max_seq_length {POSITIONS}"):
-        ci_llm.train(QUICK, model_name=str(own_base), dataset_name=str(one), output_dir=tmp_path / "none")
-    text = tmp_path / "text.jsonl"
-    text.write_text(json.dumps({"text": "Ann has 3 pens and buys 4. " * 60}) + "\n")
-    result = ci_llm.train(
-        QUICK, model_name=str(own_base), dataset_name=str(text), output_dir=tmp_path / "run", epochs=1
-    )
-    config, told = recorded(result.folder / "final_checkpoint"), (result.folder / "training.log").read_text()
-    assert config.max_seq_length == POSITIONS
-    assert re.search(rf"1 texts of more than max_seq_length {POSITIONS} tokens are cut into \d+ blocks", told)
-    assert result.step > 1

@@ -15,7 +15,7 @@ from ci_llm.crowd.scoring import targets_of
 from ci_llm.data.batches import pack
 from ci_llm.embedded import rows
 from tests.serve.listening import QUESTION, Listening, chat
-from tests.support.crowds import K, bits_in_company, disturbed_crowd
+from tests.support.crowds import K, bits_in_company
 
 pytestmark = pytest.mark.slow
 
@@ -155,16 +155,6 @@ def test_an_echo_gives_the_log_probabilities_of_a_prompt(served: Listening, crow
     assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
     [only] = served.complete(**{**body, "max_tokens": 0})["choices"]
     assert only["logprobs"]["token_logprobs"] == pytest.approx([None, *found], abs=1e-6)
-
-
-def test_prompts_of_completions_are_strings_or_ids_and_are_continued_as_they_are(served: Listening) -> None:
-    ids = disturbed_crowd().prompter.plain_ids("Ann has")  # type: ignore[union-attr]
-    texts = served.complete(prompt=["Ann has", "Ben has 4"], max_tokens=6, return_token_ids=True)
-    assert [choice["index"] for choice in texts["choices"]] == [0, 1]
-    assert texts["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in texts["choices"])
-    [again] = served.complete(prompt=ids, max_tokens=6)["choices"]
-    assert again["text"] == texts["choices"][0]["text"]
-    assert len(served.complete(prompt=[ids, ids])["choices"]) == 2
 
 
 @bits_in_company

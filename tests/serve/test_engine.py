@@ -61,16 +61,6 @@ def test_agents_and_base_are_passed_through_and_streams_hold_the_whole_text(
     assert len({choice["message"]["content"] for choice in drawn}) > 1
 
 
-def test_requests_that_an_engine_cannot_serve_are_refused(voting: Listening) -> None:
-    for fields, param in (
-        ({"logprobs": True}, "logprobs"),
-        ({"ci_llm": {"aggregator": "probability"}}, "ci_llm.aggregator"),
-        ({"ci_llm": {"minimum_confidence": 0.5}}, "ci_llm.minimum_confidence"),
-    ):
-        answer = voting.post("/v1/chat/completions", chat(**fields))
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
 # A stand-in that speaks vLLM's API
 
 MODELS = ["some/base", "agent0", "agent1", "agent2"]

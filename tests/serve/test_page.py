@@ -156,14 +156,6 @@ def test_the_page_asks_for_a_key_where_there_is_one(served: Listening, tmp_path:
         assert browser.evaluate("document.querySelectorAll('.problem').length") == 0
 
 
-def test_light_and_dark_can_be_chosen_and_are_remembered(browser: Browser, open_to_all: Listening) -> None:
-    scheme = "document.documentElement.dataset.scheme"
-    assert browser.evaluate(scheme) == "light"
-    browser.evaluate("at('scheme').click(); 1")
-    browser.open(open_to_all.url)
-    assert browser.evaluate(scheme) == "dark"
-
-
 def test_the_page_is_one_file_and_nothing_in_it_comes_from_elsewhere(open_to_all: Listening) -> None:
     answer = open_to_all.http.get("/")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
