@@ -25,6 +25,7 @@ from ci_llm.integrations.accelerate import latest_state, register_hooks
 from ci_llm.lora.layer import LoraSettings
 from tests.checkpoints.test_store import flip
 from tests.support.accelerate_loops import SETTINGS, Rows, collate, hooked_loop
+from tests.support.campaign import sampled_cases
 from tests.support.log_lines import log_lines
 from tools.testbed import tiny
 from tools.testbed.forkserver import ForkServer
@@ -55,21 +56,20 @@ def trace(folder: Path) -> dict[str, dict[int, list[int]]]:
     return seen
 
 
+KILLED: list[tuple[int, int, dict[str, Any]]] = [
+    (1, 8, {"save_every": 7, "workers": 2}),  # in the middle of an accumulation window; the sampler is far ahead
+    (1, 8, {"save_every": 4, "told_epochs": False}),  # the copy's pass must count
+    (1, 12, {"save_every": 10}),  # at the last micro-step of an epoch
+    (2, 4, {"save_every": 2}),  # the second process may not have written its files
+    (2, 9, {"save_every": 8, "workers": 1}),
+    (1, 5, {"save_every": 4}),  # the first epoch has ten micro-steps
+    (1, 14, {"save_every": 13, "told_epochs": False}),
+    (2, 4, {"save_every": 3, "told_epochs": False}),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "kill_at", "how"),
-    [
-        (1, 5, {"save_every": 4}),  # the first epoch has ten micro-steps
-        (1, 8, {"save_every": 7}),  # in the middle of an accumulation window
-        (1, 14, {"save_every": 13, "told_epochs": False}),
-        (1, 8, {"save_every": 4, "told_epochs": False}),  # the copy's pass must count
-        (1, 12, {"save_every": 10}),  # at the last micro-step of an epoch
-        (1, 8, {"save_every": 7, "workers": 2}),  # the sampler is far ahead
-        (2, 4, {"save_every": 2}),  # the second process may not have written its files
-        (2, 4, {"save_every": 3, "told_epochs": False}),
-        (2, 9, {"save_every": 8, "workers": 1}),
-    ],
-)
+@pytest.mark.parametrize(("processes", "kill_at", "how"), sampled_cases(KILLED, KILLED[:5]))
 def test_killed_and_resumed_ends_with_the_same_bits(
     processes: int, kill_at: int, how: dict[str, Any], server: ForkServer, straight: dict[int, Path], tmp_path: Path
 ) -> None:
