@@ -191,21 +191,6 @@ def test_a_final_checkpoint_that_finds_no_space_is_dropped_and_the_one_before_st
     assert (run.directory / "final_checkpoint" / "README.md").read_bytes() == b"one"
 
 
-def test_a_folder_that_was_read_is_the_newest_until_another_step_or_manifest_is(run: Run) -> None:
-    store = run.open()
-    store.save(1, files(1))
-    opened = store.open_newest()
-    assert opened is not None
-    assert store.is_newest(opened)
-    assert store.is_newest(opened, at_most=1)
-    assert not store.is_newest(opened, at_most=0)
-    store.save(2, files(2))
-    assert not store.is_newest(opened)
-    assert store.is_newest(opened, at_most=1)
-    (opened.folder / MANIFEST).write_text("{")
-    assert store.is_newest(opened, at_most=1) is False
-
-
 def test_a_step_below_0_is_refused(run: Run) -> None:
     with pytest.raises(ValueError, match="counts from 0 on, not -1"):
         run.open().save(-1, files(1))

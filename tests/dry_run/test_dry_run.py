@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -26,7 +25,7 @@ from ci_llm.core.memory import cgroup_limits
 from ci_llm.core.remote import OFFLINE
 from ci_llm.dry_run import inputs, toy_run
 from ci_llm.dry_run.context import CheckContext
-from ci_llm.dry_run.plan import CHECKS, Check, CheckResult, Report, run_checks
+from ci_llm.dry_run.plan import CHECKS, Check, run_checks
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ConfigError, ModelError
 from ci_llm.interrupts import Interrupts
@@ -347,13 +346,6 @@ def test_checks_that_depend_on_a_failed_one_are_reported_as_skipped() -> None:
     assert "ZeroDivisionError" in outcomes["e"].lines[0]
 
 
-def test_once_stopped_nothing_is_tried_any_more() -> None:
-    (outcome,) = run_checks(
-        [Check("a", (), lambda _: "never")], cast("CheckContext", None), stopped=lambda: "signal:SIGINT"
-    )
-    assert (outcome.verdict, outcome.lines) == ("skipped", ["signal:SIGINT"])
-
-
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_memory_of_a_job_is_that_of_its_group_without_the_cache_of_files(tmp_path: Path, version: int) -> None:
     line, mount, limit, used, prefix = {
@@ -375,22 +367,3 @@ def test_the_memory_of_a_job_is_that_of_its_group_without_the_cache_of_files(tmp
         (folder / used).write_text("3000\n")
         (folder / "memory.stat").write_text(f"anon 500\n{prefix}active_file 1500\n{prefix}inactive_file 1000\n")
     assert list(cgroup_limits(tmp_path)) == [(3500, 4000)]
-
-
-def test_every_check_needs_checks_before_it() -> None:
-    for number, check in enumerate(CHECKS):
-        assert set(check.needs) <= set(NAMES[:number]), check.name
-
-
-def test_on_a_terminal_each_check_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines that have scrolled off the screen cannot be redrawn and would appear twice."""
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setenv("TERM", "xterm")
-    screen = io.StringIO()
-    report = Report(max(map(len, NAMES)), screen)
-    for name in NAMES:
-        report.show(CheckResult(name, "failed", ["what it is", "  hint:  " + "many words " * 9], 12.3))
-    text = screen.getvalue()
-    assert text.count("FAILED") == text.count("what it is") == len(NAMES)
-    assert re.findall(r"\x1b\[[^m]*[A-Za-ln-z]", text) == []  # colours, and nothing that moves the cursor

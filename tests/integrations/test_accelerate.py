@@ -99,20 +99,6 @@ def test_the_folder_holds_agents_and_no_base(straight: dict[int, Path]) -> None:
         crowd(final / "ci_llm")
 
 
-@pytest.mark.slow
-def test_what_is_said_of_pickles_beside_a_checkpoint_is_so(straight: dict[int, Path]) -> None:
-    """Accelerate's own files are such, ours are not; SECURITY.md names the former, README.md scopes its words."""
-    final, root = straight[1] / "final", Path(__file__).parents[2]
-    pickles = {path.name for path in final.rglob("*") if path.is_file() and path.read_bytes().startswith(b"PK")}
-    assert {"optimizer.bin", "random_states_0.pkl"} <= pickles
-    assert not [path for path in (final / "ci_llm").rglob("*") if path.is_file() and path.name in pickles]
-    security = (root / "SECURITY.md").read_text(encoding="utf-8")
-    [bullet] = [part for part in security.split("\n- ") if "register_hooks" in part]
-    assert "`optimizer.bin`, `random_states_0.pkl` and others are pickles" in " ".join(bullet.split())
-    readme = " ".join((root / "README.md").read_text(encoding="utf-8").split())
-    assert "loading a checkpoint of this project executes nothing; in a loop of your own, Accelerate's files" in readme
-
-
 class Loop:
     """A prepared loop that has taken two steps, in this process."""
 

@@ -235,23 +235,6 @@ def _write(path: Path, data: bytes) -> None:
     os.close(handle)
 
 
-def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
-    code = (
-        "import logging, sys; from ci_llm.logs.run_log import Position, RunLog\n"
-        "log = RunLog(sys.argv[1]); log.open(1)\n"
-        "for word in ('into the void', 'still here'): logging.getLogger('ci_llm.tests').info(word)\n"
-        "log.progress(Position(1, 2, [1.0])); print('a stray print'); log.close()"
-    )
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "still here" in log_text(tmp_path)
-    assert log_text(tmp_path).count("the terminal is gone") == 1
-
-
 # Metrics
 
 
@@ -375,29 +358,6 @@ def test_a_log_whose_end_is_interrupted_gives_the_logger_back(
     with pytest.raises(KeyboardInterrupt):
         log.close()
     assert (PACKAGE.handlers, work.listeners) == before
-
-
-def test_a_folder_that_is_moved_away_from_tensorboard_is_one_line(
-    tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tracebacks: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
-    others = {*threading.enumerate()}
-    log = make_log(tmp_path, screen)
-    log.start_trackers(make_accelerator(), ("tensorboard",))
-    [writer] = {*threading.enumerate()} - others
-    (tmp_path / "tensorboard").rename(tmp_path / "moved")
-    log.metrics(1, {"loss": 1.0})
-    writer.join()
-    log.close()
-    said = screen.getvalue()
-    assert said.count("tensorboard failed and is left out from here on: FileNotFoundError") == 1
-    assert "Traceback" not in said
-    assert tracebacks == []
-    stranger = threading.Thread(target=lambda: 1 / 0)
-    stranger.start()
-    stranger.join()
-    assert [each.exc_type for each in tracebacks] == [ZeroDivisionError], "other threads have theirs"
 
 
 def test_a_tracker_that_is_not_installed_is_bad_input(tmp_path: Path, screen: io.StringIO) -> None:

@@ -21,7 +21,6 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
 from ci_llm.core import numerics
-from ci_llm.core.durable import Filesystem
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.crowd import publishing
@@ -187,23 +186,6 @@ def test_the_folder_of_a_sweep_is_refused_and_stays_as_it_is(
         assert train(tmp_path, *words) == 2
         assert "this folder holds a sweep and not a run" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
-
-
-@pytest.mark.slow
-def test_files_of_a_run_are_drafted_in_the_work_folder_of_its_writer(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A takeover removes that folder, which stops a write that has already begun."""
-    begun, rename = dict[str, set[Path]](), Filesystem.rename
-
-    def noted(disk: Filesystem, source: Path, target: Path) -> None:
-        begun.setdefault(target.name, set()).add(source.parent.parent)
-        rename(disk, source, target)
-
-    monkeypatch.setattr(Filesystem, "rename", noted)
-    assert train(run, "max_train_steps=8") == 0
-    for name in ("status.json", "evaluation.json", "metrics.jsonl"):
-        assert run / ".attempt-2" in begun[name]
 
 
 @pytest.mark.slow
@@ -468,19 +450,6 @@ def test_other_rows_under_the_name_of_the_old_ones_are_refused(
     assert train(tmp_path / "run", *keys, "max_train_steps=2") == 2
     assert "the training rows are not those of the checkpoint" in capsys.readouterr().err
     assert train(tmp_path / "run", *keys, "max_train_steps=2", "allow_inexact_resume=true") == 0
-
-
-@pytest.mark.slow
-def test_rows_to_evaluate_on_that_were_copied_into_the_training_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data, held_out = tmp_path / "mine.jsonl", tmp_path / "held_out.jsonl"
-    rows = [f'{{"question": "What is {n}?", "answer": "It is {n}"}}\n' for n in range(12)]
-    data.write_text("".join(rows[:8]))
-    held_out.write_text("".join([*rows[:2], *rows[8:]]))
-    keys = [f"dataset_name={data}", f"eval_dataset_name={held_out}", "generation_eval_samples=0", "eval_samples=6"]
-    assert train(tmp_path / "run", *keys, "max_train_steps=1", "eval_steps=null") == 0
-    assert "2 of the 6 rows to evaluate on are rows to train on" in capsys.readouterr().out
 
 
 @pytest.mark.slow

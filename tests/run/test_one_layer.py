@@ -14,7 +14,7 @@ from torch import Tensor
 from ci_llm.core import determinism
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
-from ci_llm.data.batches import AgentBatches, MicroBatch
+from ci_llm.data.batches import MicroBatch
 from ci_llm.lora.layer import LoraSettings
 from ci_llm.run import one_layer as module
 from ci_llm.run.one_layer import fixed_batch, layer_digest
@@ -139,13 +139,6 @@ def test_another_rounding_in_the_backward_pass_alone_changes_the_digest(monkeypa
 
     monkeypatch.setattr(Crowd, "forward", forward)
     assert digest_of(crowd) != found
-
-
-def test_rows_of_other_lengths_and_rows_per_agent_have_other_digests() -> None:
-    crowd = crowd_on()
-    assert len({digest_of(crowd), digest_of(crowd, (9, 17)), digest_of(crowd, (17, 9, 5))}) == 3
-    assert isinstance(fixed_batch(crowd, LENGTHS, own_rows=True), AgentBatches)
-    assert digest_of(crowd, own_rows=True) == digest_of(crowd, own_rows=True)
 
 
 @pytest.mark.fast_cases(1)

@@ -167,15 +167,3 @@ def test_developer_messages_and_text_parts_are_read_as_system_messages_and_texts
 
     parts = [{"type": "text", "text": QUESTION[:9]}, {"type": "text", "text": QUESTION[9:]}]
     assert ask("developer", parts) == ask("system", QUESTION)
-
-
-def test_fields_without_effect_on_answers_are_accepted(served: Listening) -> None:
-    harmless = {"user": "me", "store": False, "metadata": {"a": "b"}, "reasoning_effort": "low"}
-    nothing = {
-        "frequency_penalty": 0,
-        "logit_bias": {},
-        "tools": None,
-        "response_format": {"type": "text"},
-        "top_k": -1,
-    }
-    assert text_of(served.ask(max_tokens=8, **harmless, **nothing)) == text_of(served.ask(max_tokens=8))

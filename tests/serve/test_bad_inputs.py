@@ -239,20 +239,6 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised(served: Listening, to
 
 
 @pytest.mark.slow
-def test_what_fits_is_never_too_many_characters(served: Listening) -> None:
-    """The longest token again and again; BOS and one token of the answer take the rest of the context."""
-    crowd = disturbed_crowd()
-    assert crowd.prompter is not None
-    backend = crowd.prompter.tokenizer
-    longest = max((backend.decode([number]) for number in range(len(backend))), key=len)
-    assert len(crowd.prompter.plain_ids(longest)) == 2
-    assert served.complete(prompt=longest * 510, max_tokens=1)["usage"]["prompt_tokens"] == 511
-    assert refused(served.post("/v1/completions", {"model": "crowd", "prompt": longest * 512, "max_tokens": 1})) == (
-        *(400, "context_length_exceeded", "prompt"),
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_of_a_long_prompt_only_so_much_is_tokenised_as_shows_that_it_does_not_fit(
     small_pieces: Listening, tokenizer: Tokenizer, path: str

@@ -311,14 +311,6 @@ def test_a_clock_that_jumps_is_not_a_hang(tmp_path: Path, monkeypatch: pytest.Mo
         assert run.stop_order(Evidence()) is None
 
 
-def test_a_status_that_cannot_be_read_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_in(tmp_path, monkeypatch)
-    (tmp_path / "run" / "status.json").unlink()
-    (tmp_path / "run" / "status.json").mkdir()  # for a disk that gives an error
-    assert run.stop_order(Evidence()) is None
-    assert "no training on this machine" in run.request_save()
-
-
 def test_a_status_that_cannot_be_read_is_not_a_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_in(tmp_path, monkeypatch)
     (tmp_path / "run" / "status.json").write_text("{")
@@ -335,20 +327,6 @@ def test_a_damaged_status_of_an_earlier_attempt_ends_nothing(tmp_path: Path, mon
 
 
 # recovery.json
-
-
-def test_recovery_state_comes_back_as_it_was(tmp_path: Path) -> None:
-    assert read_recovery(tmp_path / "run") == Recovery()
-    state = Recovery(0.5, 3, 120, 4, ("attempt 4: non-finite values",))
-    write_recovery(tmp_path / "run", state)
-    assert read_recovery(tmp_path / "run") == state
-    assert json.loads((tmp_path / "run" / "recovery.json").read_text())["because"] == list(state.because)
-
-
-def test_a_disk_that_takes_no_recovery_state_is_one_explanation(tmp_path: Path) -> None:
-    (tmp_path / "run").write_text("no folder")
-    with pytest.raises(CheckpointError, match="the recovery state cannot be written"):
-        write_recovery(tmp_path / "run", Recovery(0.5))
 
 
 def test_going_back_is_asked_of_one_attempt_only() -> None:
