@@ -459,7 +459,7 @@ sys.exit(run_command("main", ["train", "num_agent=3"]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_while_the_interpreter_ends_does_not_change_the_exit_code_of_a_program(name: str) -> None:
     with Child.python(ON_THE_WAY_OUT) as child:
         child.read_until("on the way out")

@@ -76,7 +76,7 @@ def test_only_sums_norms_and_comparisons_are_computed_in_fp64(simulated: Simulat
 
 def test_a_pass_per_agent_starts_no_more_for_more_rows(simulated: Simulated) -> None:
     """`deterministic: true` takes it."""
-    ran = simulated(options=["--program", str(PROGRAMS / "launches.py"), "2000", "each"])
+    ran = simulated(options=["--program", str(PROGRAMS / "launches.py"), "2000", "each", "short"])
     started = {
         name: each["launches"]
         for name, each in json.loads(ran.said.partition("\nlaunches ")[2].splitlines()[0]).items()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ci_llm.checkpoints.async_saver import Arena, AsyncSaver, Copy, finish_at_exit
+from ci_llm.checkpoints.async_saver import Arena, Copy
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.layout import numbered_steps
 from ci_llm.checkpoints.manager import CheckpointManager
@@ -299,43 +297,3 @@ def test_a_page_locked_block_is_freed_before_a_larger_one_is_allocated(monkeypat
     for size, times in ((8, 0), (8, 0), (4096, 1), (16, 1)):
         arena.reserve(hand_off({"w": torch.ones(size)}))
         assert len(freed) == times
-
-
-def test_waiting_for_a_save_does_not_consume_one_begun_meanwhile() -> None:
-    saver, later = AsyncSaver(), Future[None]()
-
-    class First(Future[None]):
-        def result(self, timeout: float | None = None) -> None:
-            saver._job = later  # another thread, which has waited for the first one as well
-
-    saver._job = First()
-    saver.wait()
-    assert saver.busy
-    later.set_exception(CheckpointError("the disk is gone"))
-    with pytest.raises(CheckpointError, match="the disk is gone"):
-        saver.wait()
-    saver.close()
-
-
-@pytest.mark.parametrize("forked", [False, True])
-def test_a_failed_save_is_reported_at_the_exit_of_the_process_that_saved_and_not_of_a_fork(
-    forked: bool, said: list[str], failing: Callable[[], AsyncSaver]
-) -> None:
-    finish_at_exit(failing(), os.getppid() if forked else os.getpid())
-    assert said == ([] if forked else ["the last checkpoint was not saved: the disk is gone"])
-
-
-@pytest.fixture
-def failing() -> Iterator[Callable[[], AsyncSaver]]:
-    """Makes a saver whose last save has failed."""
-    made: list[AsyncSaver] = []
-
-    def make() -> AsyncSaver:
-        made.append(AsyncSaver())
-        made[-1]._job = Future()
-        made[-1]._job.set_exception(CheckpointError("the disk is gone"))
-        return made[-1]
-
-    yield make
-    for saver in made:
-        saver.close()

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from ci_llm.cli import command
-from ci_llm.cluster import launch as launches
 from ci_llm.cluster import starter
 from ci_llm.cluster.launch import (
     STARTED,
@@ -172,10 +171,6 @@ def test_the_exit_code(
     assert starter._run_again(len(codes), read_launch({}, []), heeded) == code
 
 
-def test_the_save_signals_of_a_run_do_not_end_the_agent() -> None:
-    assert Interrupts(["SIGTERM", "SIGUSR2"], ["SIGUSR1"]).signals == {"SIGTERM", "SIGUSR2", "SIGUSR1"}
-
-
 def test_the_time_counts_once_nothing_is_computed_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look moves the clock by 10 s; for 100 s the processes still use processor time."""
     clock = iter(range(0, 1000, 10))
@@ -185,18 +180,6 @@ def test_the_time_counts_once_nothing_is_computed_any_more(tmp_path: Path, monke
     agent: Any = SimpleNamespace(pid=1, poll=lambda: None)
     assert starter._wait_until_up(agent, tmp_path, 2, Interrupts()) == []
     assert 85 <= len([*used]) <= 89, "it was given up a few looks after the last sign"
-
-
-def test_a_step_counts_with_its_own_processor_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step is not a descendant of srun: it loads for 100 s while srun waits."""
-    clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr(starter, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _seconds: None))
-    loads = iter([*range(10), *[9] * 90])
-    monkeypatch.setattr(starter, "_processor_seconds", lambda pid: next(loads) if pid == 5 else 0)
-    (tmp_path / "000000.5.begun").touch()
-    agent: Any = SimpleNamespace(pid=1, poll=lambda: None)
-    assert starter._wait_until_up(agent, tmp_path, 1, Interrupts()) == []
-    assert len([*loads]) <= 89
 
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "node3"}
@@ -236,11 +219,6 @@ def test_only_a_process_of_a_batch_script_outside_any_step_becomes_a_step(
     words = starter.step_command({name: value for name, value in environ.items() if value is not None})
     assert words[:1] == ([str(srun / "srun")] if is_step else [])
     assert {"--overlap", "--ntasks=1", "--nodelist=node3"} <= {*words} or not is_step
-
-
-def test_without_srun_the_start_says_that_the_last_save_is_lost() -> None:
-    (note,) = launches.launch_notes(read_launch(BATCH, []), BATCH, num_gpus=0)
-    assert "without a last save; write `srun` before the command" in note
 
 
 CHILD = """\

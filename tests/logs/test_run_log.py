@@ -345,21 +345,6 @@ def test_a_tracker_that_fails_is_named_and_left_out(tmp_path: Path, screen: io.S
     assert len(lines(tmp_path)) == 2
 
 
-@pytest.mark.parametrize("part", ["_trackers", "_terminal"])
-def test_a_log_whose_end_is_interrupted_gives_the_logger_back(
-    part: str, tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    before = PACKAGE.handlers[:], work.listeners[:]
-    log = make_log(tmp_path, screen)
-    monkeypatch.setattr(log, part, SimpleNamespace(finish=interrupt, close=interrupt))
-    with pytest.raises(KeyboardInterrupt):
-        log.close()
-    assert (PACKAGE.handlers, work.listeners) == before
-
-
 def test_a_tracker_that_is_not_installed_is_bad_input(tmp_path: Path, screen: io.StringIO) -> None:
     log = make_log(tmp_path, screen)
     with pytest.raises(ConfigError, match="mlflow, which is not installed") as caught:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from ci_llm.core import work
 from ci_llm.logs import terminal as areas
 from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import LOG_NAME, RunLog
@@ -250,20 +249,6 @@ def test_steps_are_drawn_by_a_clock_and_not_one_by_one(
     assert len(drawn) == 2
 
 
-def test_other_processes_draw_nothing(terminal: PseudoTerminal, open_log: Callable[..., RunLog]) -> None:
-    log = open_log(terminal, is_main_process=False)
-    log.begin_progress(at(0))
-    log.progress(at(1))
-    with work.working("score", 10, "rows"):
-        pass
-    log.end_progress()
-    log.close()
-    terminal.file.write("that is all")
-    terminal.file.flush()
-    terminal.wait_for("what was written last", shows("that is all"))
-    assert terminal.text == "that is all"
-
-
 def test_a_forked_process_prints_without_the_locks_of_its_parent(
     terminal: PseudoTerminal, open_log: Callable[..., RunLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,26 +263,3 @@ def test_a_forked_process_prints_without_the_locks_of_its_parent(
             os._exit(0)
         assert os.waitpid(pid, 0)[1] == 0
     terminal.wait_for("the worker's line", shows("from a worker"))
-
-
-def test_in_a_notebook_one_output_is_replaced_and_lines_are_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown: list[str] = []
-    handle = SimpleNamespace(update=lambda data, raw: shown.append(data["text/html"]))
-
-    def display(data: dict[str, str], *, raw: bool, display_id: bool) -> SimpleNamespace:
-        shown.append(data["text/html"])
-        return handle
-
-    monkeypatch.setattr(areas, "_notebook", lambda: object())
-    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
-    log = RunLog(tmp_path)
-    log.progress(at(1))
-    logger.info("saved     step 1")
-    wait_until("the area is shown", lambda: any("agent3" in html for html in shown))
-    assert "<pre" in shown[-1]
-    assert "\x1b" not in shown[-1]
-    log.close()
-    assert shown[-1] == ""
-    assert capsys.readouterr().out == "saved     step 1\n"

@@ -44,12 +44,6 @@ def test_a_put_that_ends_in_the_middle_leaves_nothing(kind: str, tmp_path: Path)
     assert dict(store.list("")) == {}
 
 
-def test_a_store_is_tried_without_a_trace(tmp_path: Path) -> None:
-    store = open_objects(f"memory://{tmp_path}/tried")
-    require_writable(store)
-    assert dict(store.list("")) == {}
-
-
 def test_a_store_that_ignores_conditions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_objects(f"memory://{tmp_path}/careless")
     monkeypatch.setattr(store, "swap", lambda key, data, version: store.put(key, data))

@@ -138,23 +138,6 @@ def test_a_store_that_holds_other_bytes_than_were_sent_is_not_believed(lying: Ly
     assert MirrorReader(lying.store).head() == writer.head
 
 
-def test_a_head_that_vanishes_is_a_lost_claim(lying: Lying) -> None:
-    writer = claimed(lying)
-    lying.store.delete([HEAD])
-    with pytest.raises(LostClaim):
-        writer.commit(with_log(writer, b"one"))
-
-
-def test_a_head_that_arrives_damaged_is_written_again(lying: Lying) -> None:
-    writer = claimed(lying)
-    lying.instead["swap"] = lambda key, data, version: lying.store.put(key, data[:-9] + b"?" * 9)
-    with pytest.raises(MirrorUnreachable, match="does not hold the head"):
-        writer.commit(with_log(writer, b"one"))
-    lying.instead.clear()
-    writer.commit(with_log(writer, b"one"))
-    assert MirrorReader(lying.store).head() == writer.head
-
-
 def test_leftovers_that_the_store_does_not_remove_go_at_the_next_claim(lying: Lying) -> None:
     writer = claimed(lying)
 

@@ -107,48 +107,6 @@ def test_json_says_the_same(two: list[str], capsys: pytest.CaptureFixture[str]) 
     assert [run["scores"][-1]["exact_match"] for run in told["runs"]] == [0.5, 0.75]
 
 
-def test_classes_and_pairs_are_compared_by_their_own_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ends = {"agents": [[0.5, 0.7]] * 2, "crowd": [0.6, 0.8]}
-    gain = {"value": 0.1, "interval95": 0.05}
-    f1 = {"agents": [0.6, 0.6], "crowd": 0.7, "intervals95": ends, "crowd_minus_mean": gain}
-    heads = {"measured_by": "heads", "classes": {"n": 40, "f1": f1}, "exact_match": {"agents": [0.4] * 2, "crowd": 0.5}}
-    worse = heads | {"classes": {"n": 40, "f1": f1 | {"crowd": 0.65}}}
-    runs = [
-        leave_run(tmp_path / name, asked=asked, objective="classification")
-        for name, asked in (("one", worse), ("other", heads))
-    ]
-    assert main(["compare", *map(str, runs)]) == 0
-    said = capsys.readouterr().out
-    assert "accuracy (nats per row)" in said
-    # Newcombe's: the root of 0.1² + 0.15² on the longer side.
-    assert "crowd B - crowd A: +0.050 ± 0.180 F1, mean over classes (95 %, unpaired, 40 rows" in said
-    assert (
-        "B: F1, mean over classes: crowd 0.700 (0.600 to 0.800); agents 0.600, 0.600; crowd - mean +0.100 ± 0.050"
-        in said
-    )
-    assert not [word for word in ("exact match", "nats per token") if word in said]
-    pairs = {"preferences": {"n": 40, "accuracies": {"agents": [0.4, 0.6], "crowd": 0.75}}}
-    run = leave_run(tmp_path / "pairs", asked=pairs, objective="dpo")
-    assert main(["compare", str(run), str(run)]) == 0
-    said = capsys.readouterr().out
-    assert "crowd B - crowd A: +0.000 pairs ranked right" in said
-
-
-def test_a_run_that_is_not_over_is_compared_as_far_as_it_goes(
-    two: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    young = leave_run(tmp_path / "young", status="running", steps=3)
-    for path in young.glob("checkpoint*/*"):
-        path.unlink()
-    assert main(["compare", two[0], str(young)]) == 0
-    said = capsys.readouterr().out
-    assert f"B  {young}: running, step 3" in said
-    assert "no checkpoint, and so no configuration to compare: B" in said
-    assert "crowd B - crowd A: not compared (not evaluated yet)" in said
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [(["one"], "a comparison takes 2 to 26 runs, not 1"), (["one", "nowhere"], "there is no such folder")],

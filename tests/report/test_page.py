@@ -15,8 +15,6 @@ from ci_llm.report.page import write_report
 from ci_llm.report.scores import BY_OWN_ROWS
 from tests.report.folders import NOW, leave_run, leave_status, prediction
 
-MEGABYTE = 1_000_000
-
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -112,18 +110,6 @@ def test_a_run_whose_process_is_gone_is_not_called_running(tmp_path: Path) -> No
     assert "The process ended without writing a reason" in told
 
 
-def test_doubts_about_the_scores_are_shown(tmp_path: Path) -> None:
-    run = leave_run(tmp_path / "run")
-    record = json.loads((run / "evaluation.json").read_text()) | {"n": 1, "rows_trained_on": "all"}
-    record["exact_match"]["crowd_minus_mean"]["interval95"] = None
-    (run / "evaluation.json").write_text(json.dumps(record))
-    leave_status(run, "completed", 20, warning="agents do not learn")
-    told = text_of(write_report(run))
-    assert "over 1 rows that were trained on: none was held out; data set embedded" in told
-    assert "the agents' mean: +0.100; the best agent" in told
-    assert "Warning: agents do not learn" in told
-
-
 def test_agents_have_the_names_that_they_were_given_and_the_rows_that_score_them(tmp_path: Path) -> None:
     agents = [{"name": "easy", "dataset_name": "a.jsonl"}, {"name": "rev", "dataset_name": "b.jsonl"}]
     run = leave_run(tmp_path / "run", agents=agents)
@@ -193,17 +179,6 @@ def test_a_folder_that_is_not_a_run_is_refused(
 ) -> None:
     assert main(["report", path if "://" in path else str(tmp_path / path)]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_long_run_of_many_agents_stays_below_a_megabyte(tmp_path: Path) -> None:
-    rows = [prediction(n, correct=bool(n % 3), prompt="word " * 5000) for n in range(200)]
-    run = leave_run(tmp_path / "run", steps=3000, agents=32, predictions=rows)
-    with (run / "training.log").open("w") as log:
-        log.writelines(f"2026-01-01 10:00:00 [1] line {n}, {'long ' * 400}\n" for n in range(5000))
-    page = write_report(run)
-    assert page.stat().st_size < MEGABYTE
-    assert "32 agents" in page.read_text(), "more than colours: one line of the legend"
 
 
 def test_the_page_is_replaced_in_one_piece_or_not_at_all(
