@@ -14,7 +14,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -378,34 +377,6 @@ def test_a_worker_ends_when_the_process_that_created_it_terminates_it(method: st
         assert worker.exitcode == 0
     finally:
         worker.kill()
-
-
-class Ended(BaseException):
-    """Stands for the end of the process."""
-
-
-@pytest.mark.parametrize(
-    ("heard", "parents"),
-    [
-        ([(signal.SIGTERM, 3), (signal.SIGHUP, 0), (signal.SIGTERM, 2)], itertools.repeat(1)),
-        ([(signal.SIGTERM, 3), (signal.SIGHUP, 0), (signal.SIGHUP, 0)], iter([1, 1, 4])),
-    ],
-    ids=["its creator terminates it", "its parent is gone"],
-)
-def test_a_worker_ends_only_by_its_creator_or_when_its_parent_is_gone(
-    heard: list[tuple[int, int]], parents: Iterator[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def end(code: int) -> None:
-        raise Ended(code)
-
-    coming = iter([SimpleNamespace(si_signo=number, si_pid=sender) for number, sender in heard])
-    monkeypatch.setattr(interrupts_module.signal, "sigwaitinfo", lambda _numbers: next(coming))
-    monkeypatch.setattr(interrupts_module.os, "getppid", lambda: next(parents))
-    monkeypatch.setattr(interrupts_module.os, "_exit", end)
-    with pytest.raises(Ended) as ended:
-        interrupts_module._end_with_parent(1, {1, 2})
-    assert ended.value.args == (0,)
-    assert [*coming] == [], "what came before has not ended it"
 
 
 def _work_for_nobody() -> None:

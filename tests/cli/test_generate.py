@@ -101,20 +101,6 @@ def test_a_terminal_shows_how_sure_the_crowd_is(
     assert all(len(line) <= 80 for line in told)
 
 
-@pytest.mark.slow
-def test_the_agents_stand_below_the_crowd_as_wide_as_the_terminal(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "30")
-    *lines, sure = asked(capsys, run, QUESTIONS[0], *SHORT, "--agents").splitlines()
-    assert [line.split()[0] for line in lines if not line.startswith(" ")] == [
-        "crowd",
-        *(f"agent{k}" for k in range(K)),
-    ]
-    assert all(len(line) <= 30 for line in lines)
-    assert sure.startswith("[confidence ")
-
-
 # Bad input
 
 

@@ -12,13 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from ci_llm.base import files
 from ci_llm.cli import supervise, train
 from ci_llm.cli.main import main
 from ci_llm.cluster import starter
-from ci_llm.cluster.launch import STARTED, launch_notes, read_launch
+from ci_llm.cluster.launch import STARTED, read_launch
 from ci_llm.errors import LaunchError
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.job import Result
@@ -127,30 +126,6 @@ def test_bases_that_do_not_fit_are_refused(
     assert main(command(tmp_path, "--distributed=3")) == 2
     assert alone == []
     assert "3 processes need 12,000.0 TB of memory" in capsys.readouterr().err
-
-
-def test_four_processes_requested_on_one_gpu_become_one_with_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    notes: list[str] = []
-
-    def job(config: Any, _interrupts: Any, launch: Any, **_named: Any) -> Any:
-        assert launch.num_processes == 1
-        notes.extend(launch_notes(launch, os.environ, num_gpus=torch.cuda.device_count()))
-        return Result("completed", 0, tmp_path)
-
-    def launch(arguments: list[str]) -> Any:
-        return read_launch(os.environ, ["accelerate", "launch", "--num_processes=4", "train.py"], arguments)
-
-    monkeypatch.setitem(sys.modules, "ci_llm.run.job", SimpleNamespace(run_job=job))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(starter, "_DEVICES", ("null",))  # /dev/null for the device of a driver
-    monkeypatch.setattr(train, "read_launch", launch)
-    monkeypatch.setattr(train, "die_with_parent", lambda _signal: None)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # as Accelerate does where it was asked for several
-    assert main(command(tmp_path)) == 0
-    assert "starting" not in capsys.readouterr().out
-    assert notes[0] == "asked for 4 processes, running 1: this machine has 1 GPU(s), and each takes one"
 
 
 def supervised(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *words: str, num_gpus: int = 0) -> list[str]:

@@ -247,19 +247,3 @@ def test_steps_are_drawn_by_a_clock_and_not_one_by_one(
     logger.info("goodbye")
     terminal.wait_for("the newest step", shows("goodbye", "step  1000/4000"))
     assert len(drawn) == 2
-
-
-def test_a_forked_process_prints_without_the_locks_of_its_parent(
-    terminal: PseudoTerminal, open_log: Callable[..., RunLog], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdout", terminal.file)
-    log = open_log(terminal)
-    log.progress(at(1))
-    terminal.wait_for("the area", shows("loss"))
-    with log._terminal._lock:
-        pid = os.fork()
-        if pid == 0:
-            print("from a worker", flush=True)
-            os._exit(0)
-        assert os.waitpid(pid, 0)[1] == 0
-    terminal.wait_for("the worker's line", shows("from a worker"))

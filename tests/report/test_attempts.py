@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from ci_llm.core.durable import make_folders, write_json
 from ci_llm.core.run_folder import Failure, write_failure
-from ci_llm.core.run_status import Status, keep_status, kept_status
+from ci_llm.core.run_status import Status
 from ci_llm.report.facts import RunFacts, seconds_by_kind
 from tests.report.folders import NOW, leave_run, leave_status
 
@@ -84,30 +83,3 @@ def test_an_attempt_of_which_little_was_kept_has_its_log_and_lost_nothing_that_i
     assert first.warnings == [first.log[1]]
     assert (first.outcome, second.outcome) == ("killed", "completed")
     assert (first.redone_steps, second.first_step) == (0, 5)
-
-
-def test_a_late_evaluation_of_the_attempt_before_does_not_count_as_start_up(tmp_path: Path) -> None:
-    """A run that ended between a step and its evaluation evaluates first when it resumes."""
-    folder = leave_run(tmp_path / "run", steps=10)
-    begin(folder, 2, 10, NOW + 20)
-    line = {"step": 10, "eval/crowd/nll": 0.5, "attempt": 2, "time": NOW + 26}
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    leave_status(folder, "completed", 10, attempt=2, started=NOW + 23, heartbeat=NOW + 30)
-    last = RunFacts(folder).attempts[-1]
-    assert {kind: spent for kind, spent in last.seconds.items() if spent} == {
-        "start-up": pytest.approx(3),
-        "evaluation": pytest.approx(7),
-    }
-
-
-def test_the_status_of_an_attempt_is_kept_with_its_last_line_of_metrics(tmp_path: Path) -> None:
-    """A heartbeat comes every five seconds, so that a killed process took steps after its last one."""
-    keep_status(tmp_path)  # nothing has run here
-    assert not (tmp_path / "attempts").exists()
-    leave_status(tmp_path, "running", 20, attempt=3, heartbeat=NOW)
-    keep_status(tmp_path, step=23, time=NOW + 4)
-    kept = kept_status(tmp_path, 3)
-    assert kept is not None
-    assert (kept.status, kept.step, kept.heartbeat) == ("running", 23, NOW + 4)
-    assert kept_status(tmp_path, 2) is None

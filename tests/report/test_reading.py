@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,17 +119,6 @@ def test_a_result_that_cannot_be_read_is_not_told(tmp_path: Path, content: str) 
 )
 def test_losses_are_listed_or_there_is_their_range(agents: int, told: str, tmp_path: Path) -> None:
     assert told in lines(look_at(running(tmp_path / "run", agents=agents)))
-
-
-def test_an_agent_that_is_not_finite_is_counted(tmp_path: Path) -> None:
-    folder = running(tmp_path / "run", agents=9)
-    line = metrics(21, 9)[-1] | {"train/agent3/loss": "nan"}
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    found = look_at(folder)
-    assert math.isnan(found.losses[3])
-    assert "loss 0.09524 (0.09524 to 0.8952, 9 agents, 1 not finite)" in lines(found)
-    assert found.record()["losses"]["agents"][3] is None
 
 
 @pytest.mark.parametrize(("age", "told"), [(3.4, "3 s"), (119, "1 min 59 s"), (7300, "2 h 1 min")])

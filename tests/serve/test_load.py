@@ -128,23 +128,6 @@ def test_clients_that_go_away_free_their_slots(served: Listening) -> None:
     assert served.metric("request_success_total", finished_reason="abort") == aborted + 8
 
 
-def test_a_full_queue_answers_429_with_retry_after(served: Listening) -> None:
-    async def fill() -> httpx.Response:
-        async with aiohttp.ClientSession(headers=served.headers) as session:
-            body = chat(n=12, **LONG)
-            asked = asyncio.ensure_future(session.post(f"{served.url}/v1/chat/completions", json=body))
-            await asyncio.to_thread(served.wait_for, (4, 8))
-            refusal = await asyncio.to_thread(served.post, "/v1/chat/completions", chat())
-            asked.cancel()
-            return refusal
-
-    refusal = asyncio.run(fill())
-    assert refusal.status_code == 429
-    assert refusal.json()["error"]["type"] == "rate_limit_error"
-    assert int(refusal.headers["retry-after"]) >= 1
-    served.wait_for((0, 0))
-
-
 def test_an_error_in_a_step_fails_one_text_and_not_the_others(
     served: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
