@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +26,6 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.layout import numbered_steps, open_step
 from ci_llm.checkpoints.lease import Owner
 from ci_llm.checkpoints.manager import CheckpointManager, load_into
-from ci_llm.checkpoints.policy import SavePolicy
 from ci_llm.checkpoints.state_files import DTYPES, hand_off, read_snapshot, take_snapshot, write_safetensors
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, CheckpointStore
 from ci_llm.core.typed_json import load_json
@@ -59,25 +57,6 @@ def managers(tmp_path: Path) -> Iterator[Any]:
 
 
 # When
-
-
-@pytest.mark.parametrize(
-    ("policy", "call", "due"),
-    [
-        (SavePolicy(4), {"step": 0, "newest": None, "elapsed_s": 0.0}, True),
-        (SavePolicy(4), {"step": 3, "newest": 0, "elapsed_s": 1e9}, False),
-        (SavePolicy(4), {"step": 4, "newest": 0, "elapsed_s": 0.0}, True),
-        (SavePolicy(4), {"step": 4, "newest": 4, "elapsed_s": 0.0}, False),
-        (SavePolicy(4), {"step": 3, "newest": 4, "elapsed_s": 0.0, "must": True}, False),
-        (SavePolicy(4), {"step": 5, "newest": 4, "elapsed_s": 0.0, "must": True}, True),
-        (SavePolicy(None, 300.0), {"step": 4, "newest": 0, "elapsed_s": 299.0}, False),
-        (SavePolicy(None, 300.0), {"step": 5, "newest": 0, "elapsed_s": 300.0}, True),
-        (SavePolicy(100, 300.0), {"step": 100, "newest": 0, "elapsed_s": 1.0}, True),
-        (SavePolicy(None, None), {"step": 100, "newest": 0, "elapsed_s": 1e9}, False),
-    ],
-)
-def test_when_a_checkpoint_is_due(policy: SavePolicy, call: dict[str, Any], due: bool) -> None:
-    assert policy.due(**call) is due
 
 
 def test_saves_are_due_by_steps_by_time_and_on_request(managers: Any) -> None:
@@ -552,18 +531,6 @@ def test_a_closed_manager_reads_and_says_why_it_does_not_write(managers: Any) ->
     manager.close()
 
 
-@pytest.mark.parametrize("made_again", [False, True])
-def test_a_folder_that_was_removed_is_not_called_taken_over(managers: Any, tmp_path: Path, made_again: bool) -> None:
-    manager = managers()
-    manager.save(1, {"a": 1})
-    shutil.rmtree(tmp_path / "run")
-    if made_again:
-        (tmp_path / "run").mkdir()
-    with pytest.raises(CheckpointError, match="removed or moved") as told:
-        manager.save(2, {"a": 2})
-    assert not isinstance(told.value, WriterBusy)
-
-
 # Stopping
 
 
@@ -721,17 +688,3 @@ def test_a_reader_changes_nothing(tmp_path: Path) -> None:
             change()
     reader.close()
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_changes_by_other_processes_are_seen_after_reload(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path) as manager:
-        for step in range(3):
-            manager.save(step, {"step": step})
-        assert not manager.is_saving_in_progress() or manager.check_for_errors() is None
-        manager.wait_until_finished()
-        assert not manager.is_saving_in_progress()
-        manager.check_for_errors()
-        (tmp_path / "checkpoint_step_2" / "manifest.json").write_text("{}")
-        assert not manager.save(2, {"step": 2})
-        manager.reload()
-        assert manager.save(2, {"step": 2})

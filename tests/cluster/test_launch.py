@@ -149,13 +149,6 @@ def test_accelerate_with_one_process_and_the_number_that_was_requested(
 
 
 @pytest.mark.parametrize(
-    "parent", [["python", "-m", "accelerate.commands.launch"], ["/bin/accelerate-launch"], ACCELERATE]
-)
-def test_the_names_of_accelerate(parent: list[str]) -> None:
-    assert not read({}, parent).forwards_sigterm
-
-
-@pytest.mark.parametrize(
     ("environ", "parent"),
     [
         (TORCHRUN, ["/usr/bin/python3", "/venv/bin/torchrun", "--nnodes=1", "train.py"]),

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from ci_llm.core.durable import make_folders, write_json
-from ci_llm.core.run_folder import Failure, write_failure
 from ci_llm.core.run_status import Status
 from ci_llm.report.facts import RunFacts, seconds_by_kind
 from tests.report.folders import NOW, leave_run, leave_status
@@ -50,20 +49,6 @@ def test_a_killed_attempt_costs_the_steps_that_were_lost_and_the_pause(tmp_path:
     assert first.seconds["no process"] == pytest.approx(20)
     assert second.seconds["start-up"] == first.restart_s == pytest.approx(2)
     assert first.cost_s == pytest.approx(25)
-
-
-def test_a_run_that_went_back_further_has_lost_the_steps_of_several_attempts(tmp_path: Path) -> None:
-    folder = leave_run(tmp_path / "run", steps=4)
-    for attempt, step in enumerate((0, 6, 4), 1):
-        begin(folder, attempt, step, NOW + 10 * attempt)
-    leave_attempt(folder, 1, "interrupted", 6, NOW + 10, NOW + 17)
-    leave_attempt(folder, 2, "failed", 9, NOW + 20, NOW + 24)
-    write_failure(folder, 2, 0, Failure("nonfinite", "no agent had a finite step", 0, NOW + 24, step=9))
-    leave_status(folder, "completed", 12, attempt=3, started=NOW + 30, heartbeat=NOW + 50)
-    first, second, third = RunFacts(folder).attempts
-    assert [one.redone_steps for one in (first, second, third)] == [0, 5, 0]
-    assert first.seconds["lost steps"] == pytest.approx(2), "its steps 5 and 6, which attempt 3 took again"
-    assert (second.outcome, second.reason, second.message) == ("failed", "nonfinite", "no agent had a finite step")
 
 
 def test_an_attempt_of_which_little_was_kept_has_its_log_and_lost_nothing_that_is_known(tmp_path: Path) -> None:

@@ -43,22 +43,6 @@ def test_a_step_that_is_not_finite_for_an_agent_does_not_count_for_it() -> None:
     assert (means["train/agent1/loss"], means["train/agent1/grad_norm"]) == (90 / 40, 4.0)
 
 
-def test_an_agent_that_was_never_finite_has_nan_and_is_not_in_the_mean() -> None:
-    means = after((10, [math.nan, 30.0, 1.0], [math.nan, 3.0])).means()
-    assert math.isnan(means["train/agent0/loss"])
-    assert math.isnan(means["train/agent0/grad_norm"])
-    assert means["train/task_loss"] == 3.0
-
-
-def test_an_interval_in_which_nothing_was_trained_on_has_no_means_and_leaves_nothing_in_a_checkpoint() -> None:
-    fresh = StepMetrics(2, CPU)
-    fresh.count(100)
-    assert (fresh.means(), fresh.record()) == ({}, {})
-    logged = after(*STEPS)
-    logged.restart()
-    assert (logged.means(), logged.record()) == ({}, {})
-
-
 @pytest.mark.parametrize("cut", [1, 2])
 def test_a_checkpoint_in_the_middle_carries_the_sums_to_the_last_bit(cut: int) -> None:
     saved = json.loads(json.dumps(copy_info(after(*STEPS[:cut]).record())))

@@ -280,12 +280,6 @@ def test_a_kill_in_an_evaluation_does_not_cut_the_batch_of_the_training(
     assert decide([], Outcome("out_of_memory", batch_size=1), Policy()).action == "give up"
 
 
-def test_silence_of_output_and_heartbeat_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_run, "HANG_AFTER_S", -1.0)
-    run = run_in(tmp_path, monkeypatch, heartbeat=time.time() - 3600)
-    assert run.stop_order(Evidence()) == ("SIGKILL", "hang")
-
-
 def clock_of(module: ModuleType, monkeypatch: pytest.MonkeyPatch, **readings: float) -> None:
     """Give a module a clock that stands still. The clock of the process stays: servers of other tests run by it."""
     stopped = {name: lambda reading=reading: reading for name, reading in readings.items()}
@@ -316,14 +310,6 @@ def test_a_status_that_cannot_be_read_is_not_a_completion(tmp_path: Path, monkey
     (tmp_path / "run" / "status.json").write_text("{")
     outcome = run.classify(AttemptResult(Evidence(), returncode=0))
     assert (outcome.kind, outcome.detail.partition(":")[0]) == ("crashed", "status.json")
-
-
-def test_a_damaged_status_of_an_earlier_attempt_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_in(tmp_path, monkeypatch)
-    (tmp_path / "run" / "status.json").write_text("{")
-    run.begin_attempt()
-    tell(tmp_path, status="completed")
-    assert run.classify(AttemptResult(Evidence(), returncode=0)).kind == "completed"
 
 
 # recovery.json
