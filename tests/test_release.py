@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -80,13 +79,6 @@ def test_the_pins_can_be_installed_on_the_oldest_python_promised() -> None:
         wrong += [f"{name}: {one}" for one, pin in versions if pin and not one.specifier.contains(pin, True)]
     assert seen >= {canonicalize_name(each.name) for each in dependencies(PYPROJECT)}, "the pins are installed here"
     assert wrong == []
-
-
-def test_all_that_name_the_oldest_python_agree() -> None:
-    minor = LEAST.replace(".", "")
-    assert tomllib.loads(PYPROJECT)["tool"]["ruff"]["target-version"] == f"py{minor}"
-    for file in ("README.md", "docs/install.md", "Makefile"):
-        assert set(re.findall(r"Python (\d\.\d+) or newer", (ROOT / file).read_text())) == {LEAST}, file
 
 
 def test_packages_whose_private_names_are_used_have_an_upper_end_after_what_was_tried() -> None:

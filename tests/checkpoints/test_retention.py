@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.policy import RetentionPolicy, metrics_of
+from ci_llm.checkpoints.policy import RetentionPolicy
 
 
 def loss(metrics: dict[str, float]) -> float:
@@ -41,15 +41,6 @@ def test_nan_is_the_worst_measure_and_the_newer_of_two_equal_steps_is_kept(mode:
     keep = keeping(tmp_path, {1: math.nan, 2: 1.0, 3: 1.0}, most=1, best_fn=loss, best_mode=mode)
     assert keep.spared(tmp_path, 4, {"loss": math.nan}) == {3}
     assert keep.best_of(tmp_path, [1, 2, 3]) == 3
-
-
-def test_a_step_whose_manifest_cannot_be_read_has_no_metrics(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, async_save=False) as manager:
-        manager.save(1, {"a": 1}, metrics={"loss": 2.0})
-        manager.save(2, {"a": 1})
-    assert [metrics_of(tmp_path, step) for step in (1, 2)] == [{"loss": 2.0}, None]
-    (tmp_path / "checkpoint_step_1" / "manifest.json").write_text("{")
-    assert metrics_of(tmp_path, 1) is None
 
 
 def saved(manager: CheckpointManager, steps: range) -> list[int]:

@@ -204,8 +204,6 @@ def nudged(tensor: Tensor) -> Tensor:
          "optimizer.agent0.exp_avg", "1 of 4 elements, by at most inf"),
         (lambda s: s["optimizer"]["agent0"].update(exp_avg=torch.arange(4.0)),
          "optimizer.agent0.exp_avg", "(4,) of float64 in A, (4,) of float32 in B"),
-        (lambda s: s["rng"]["process0"].update(torch=torch.tensor([0, 1, 2, 3, 4, 5, 6, 9], dtype=torch.uint8)),
-         "rng.process0.torch", "1 of 8 elements, by at most 2"),
         (lambda s: s["rng"]["process0"]["numpy"].update(pos=4), "rng.process0.numpy.pos", "3 in A, 4 in B"),
         (lambda s: s["train_state"].update(skipped=(0, True)), "train_state.skipped[1]", "1 in A, True in B"),
         (lambda s: s.pop("rng"), "rng.process0.numpy.cached", "only in A"),

@@ -67,22 +67,6 @@ def test_watch_of_a_missing_run_is_a_bad_call(tmp_path: Path, capsys: pytest.Cap
     assert main(["watch", "--twice"]) == 2
 
 
-def test_the_runs_below_a_folder_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("a", "b"):
-        leave_status(tmp_path / name, "completed", 5)
-    assert main(["status", str(tmp_path)]) == 2
-    assert f"name one of the runs below it: {tmp_path / 'a'}, {tmp_path / 'b'}" in capsys.readouterr().err
-
-
-def test_without_arguments_status_is_of_the_run_that_train_would_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    leave_status(tmp_path / "ci_llm_output", "completed", 5)
-    assert main(["watch", "--once"]) == 0
-    assert "ci_llm_output  completed" in capsys.readouterr().out.replace("   ", "  ")
-
-
 @pytest.mark.slow
 def test_watch_redraws_until_the_run_has_ended(tmp_path: Path) -> None:
     run = tmp_path / "run"

@@ -131,13 +131,6 @@ def test_the_run_is_asked_to_stop_when_a_step_and_a_save_still_fit(interrupts: I
     assert (interrupts.stop_reason, looked.is_set()) == ("walltime", True)
 
 
-def test_steps_that_become_slower_bring_the_moment_forward(interrupts: Interrupts) -> None:
-    clock, pace = Clock(), Pace()
-    with Walltime(Deadline(MARGIN_S + 0.5, "a test"), pace, interrupts, clock=clock):
-        pace.steps_s = (1.0,)
-        assert interrupts.wait(DEADLINE_S)
-
-
 def test_a_job_whose_limit_is_extended_keeps_training(interrupts: Interrupts) -> None:
     ends = [Deadline(1e6, "prolonged")]
     said_twice = threading.Event()

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from ci_llm.cli import command
 from ci_llm.cluster import starter
@@ -78,15 +77,6 @@ def test_the_number_of_processes_is_the_last_that_was_given(
 def test_a_process_that_was_started_starts_none(rank: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--num_processes=4"]
     assert asked(words, ["--distributed=4"], 0, monkeypatch, {**ASKED, "MASTER_PORT": "1", **rank}) == 1
-
-
-def test_only_a_machine_with_the_device_of_a_driver_asks_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert starter._num_gpus({}, tmp_path) == 0
-    (tmp_path / "nvidia0").touch()
-    assert starter._num_gpus({}, tmp_path) == 3
-    assert starter._num_gpus({"ACCELERATE_USE_CPU": "True"}, tmp_path) == 0
-    assert starter._num_gpus({"ACCELERATE_TORCH_DEVICE": "cpu"}, tmp_path) == 0, "a run computes on the CPU then"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 
 from ci_llm.cli.main import main
 from ci_llm.report.page import write_report
-from ci_llm.report.scores import BY_OWN_ROWS
 from tests.report.folders import NOW, leave_run, leave_status, prediction
 
 
@@ -110,20 +109,6 @@ def test_a_run_whose_process_is_gone_is_not_called_running(tmp_path: Path) -> No
     assert "The process ended without writing a reason" in told
 
 
-def test_agents_have_the_names_that_they_were_given_and_the_rows_that_score_them(tmp_path: Path) -> None:
-    agents = [{"name": "easy", "dataset_name": "a.jsonl"}, {"name": "rev", "dataset_name": "b.jsonl"}]
-    run = leave_run(tmp_path / "run", agents=agents)
-    record = json.loads((run / "evaluation.json").read_text())
-    (run / "evaluation.json").write_text(json.dumps(record | {"names": ["easy", "rev"], "sets": [{}, {}]}))
-    page = write_report(run)
-    told = text_of(page)
-    assert "easy 0.400 0.6000 rev 0.400 0.6000" in told, "a row count of their own is not on record: no interval"
-    assert "agents, mean" not in told
-    assert BY_OWN_ROWS in told
-    assert "easy" in page.read_text().partition("Held-out loss")[2]
-    assert "agent0" not in told
-
-
 def test_torn_lines_are_counted_and_numbers_that_are_not_finite_leave_a_gap(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
@@ -141,20 +126,6 @@ DAMAGE = [
     ("predictions.source.json", "{", "predictions.source.json cannot be read"),
     ("recovery.json", "{", "the recovery state cannot be read"),
 ]
-
-
-@pytest.mark.parametrize(("name", "content", "message"), DAMAGE)
-def test_a_damaged_file_is_named(
-    name: str, content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = leave_run(tmp_path / "run")
-    (run / name).write_text(content)
-    assert main(["report", str(run)]) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert f"where: {run / name}" in told
-    assert "Traceback" not in told
-    assert not (run / "report.html").exists()
 
 
 def test_commands_can_be_typed_whatever_the_folder_is_called(tmp_path: Path) -> None:

@@ -80,15 +80,6 @@ def test_the_page_tells_the_story(page: Path, facts: RunFacts) -> None:
     assert (second.last_step, third.last_step, last.last_step) == (8, 10, 16)
 
 
-def test_the_scores_are_those_of_the_run(page: Path, folder: Path) -> None:
-    record = json.loads((folder / "run/evaluation.json").read_text())
-    told = text_of(page)
-    assert f"over {record['n']} held-out rows; data set embedded" in told
-    assert f"{record['exact_match']['crowd']:.3f}" in told
-    for nll in (*record["nll"]["agents"], record["nll"]["crowd"]):
-        assert f"{nll:.4f}" in told
-
-
 def test_every_second_of_the_run_is_accounted_for_once(facts: RunFacts) -> None:
     seconds = seconds_by_kind(facts.attempts)
     assert sum(seconds.values()) == pytest.approx(facts.wall_s)

@@ -284,7 +284,6 @@ BAD_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "on meta": (on_meta, "this model is on meta"),
     "quantised": (quantised, r"this model is quantised(.|\n)*model=NAME"),
     "without a head": (lambda: LlamaModel(AutoConfig.from_pretrained(BASE_FOLDER)), "a LlamaModel is not a causal"),
-    "a module": (lambda: torch.nn.Linear(2, 2), "a Linear is not a causal language model"),
     "a number": (lambda: 3, "a int is not a causal language model"),
 }
 

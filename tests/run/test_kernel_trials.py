@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.cli.main import main
@@ -61,15 +60,6 @@ def test_a_part_that_one_process_finds_wrong_stays_plain_on_all() -> None:
     crowd = crowd_on()
     assert tried(crowd, peers) == ["norms stays plain: it ran out of memory"]
     assert crowd.fast == tuple(part for part in PARTS if part != "norms")
-
-
-def test_a_trial_without_memory_leaves_everything_plain() -> None:
-    def fail(_: object) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    crowd = crowd_on()
-    assert tried(crowd, train=fail) == ["everything stays plain: CUDA out of memory"]
-    assert crowd.fast == ()
 
 
 @pytest.mark.parametrize("own_rows", [False, True])

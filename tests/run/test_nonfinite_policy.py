@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ci_llm.core.run_folder import BadBatch
-from ci_llm.distributed.ballot import Verdict
-from ci_llm.run.step.nonfinite import Findings, findings_of
+from ci_llm.run.step.nonfinite import Findings
 from ci_llm.run.step.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
 from ci_llm.run.step.state import TrainState
 
@@ -55,27 +54,12 @@ def test_an_episode_ends_and_the_next_one_has_its_own_rollback() -> None:
     assert (again.rolled_back, again.rollbacks, again.episode_start) == (True, 2, 7)
 
 
-def test_a_step_left_out_for_an_overflow_counts_as_neither_nonfinite_nor_finite() -> None:
-    before = RecoveryState(agents=(after("x"), after("x")))
-    then = before.after(1, (), BOUNDS, overflowed=(0,))
-    assert then.agents == (after("x"), after("x."))
-
-
 def test_only_an_overflow_halves_the_loss_scale() -> None:
     state = TrainState(skipped=(0, 0), loss_scale=8.0)
     for nonfinite, scale in (((0,), 4.0), ((0, 1), 8.0)):
         findings = Findings(left_out=(0, 1), nonfinite=nonfinite, bad_batch=False, tokens=1)
         moved = state.advance(1, 1, findings.left_out, findings.overflowed)
         assert (moved.loss_scale, moved.skipped) == (scale, (1, 1))
-
-
-def test_a_dropped_agent_does_not_count_as_an_overflow() -> None:
-    verdict = Verdict(10, (False, False), (1.0, 1.0, 0.0, 10.0), out_of_memory=False, stop=None, save=False)
-    state = TrainState(skipped=(0, 0), loss_scale=8.0)
-    for known_bad in (False, True):
-        findings = findings_of(verdict, state.loss_scale, known_bad=known_bad, dropped=(1,))
-        state = state.advance(1, findings.tokens, findings.left_out, findings.overflowed)
-    assert (state.loss_scale, state.clean_steps, state.skipped) == (8.0, 2, (1, 2))
 
 
 def test_a_bad_batch_changes_no_agent_and_is_recognised_by_its_rows() -> None:

@@ -20,7 +20,6 @@ import pytest
 from ci_llm.crowd.decoder import Decoder
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput
-from ci_llm.serve.metrics import Metrics
 from ci_llm.serve.options import Options
 from ci_llm.serve.start import of_run, run_until_signal
 from tests.serve.listening import Listening, chat
@@ -158,18 +157,6 @@ def test_an_error_in_a_step_fails_one_text_and_not_the_others(
     assert "no memory" not in error["message"], "what it says may tell of this machine"
     good = [body["choices"][0]["message"] for status, body in found if status == 200]
     assert good == [wanted[0]["message"]] * 2
-
-
-def test_no_client_waits_for_an_engine_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr("ci_llm.serve.engine.logger.exception", lambda *_: None)
-    with Listening(of_run(disturbed_crowd(), Options())) as listening:
-        monkeypatch.setattr(Metrics, "load", failing)
-        for path in ("/v1/chat/completions", "/v1/chat/completions", "/healthz"):
-            answer = listening.http.request("POST" if "chat" in path else "GET", path, json=chat(**LONG))
-            assert answer.status_code == 503
 
 
 # As a process of its own

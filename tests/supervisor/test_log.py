@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.supervisor.loop import FILE_ONLY, MID_LINE, SupervisorLog
+from ci_llm.supervisor.loop import FILE_ONLY, SupervisorLog
 from tests.supervisor.terminal import DEADLINE_S, SCRIPTS, Terminal
 
 GOLDEN = """\
@@ -99,15 +99,6 @@ def test_warnings_of_the_whole_package_are_marked(tmp_path: Path, capfd: pytest.
         "safe_train: warning: 1 damaged",
         "safe_train: warning: as seen here",
     ]
-
-
-def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with SupervisorLog(tmp_path / "no folder" / "a.log"):
-        logger.info("one")
-        logger.info("two", extra=MID_LINE)
-    told = capfd.readouterr().err
-    assert told.count("cannot be written") == 1
-    assert told.endswith("\nsafe_train: two\n")
 
 
 @pytest.mark.slow

@@ -29,13 +29,6 @@ def test_the_command_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["--checkpoint=a", "--checkpoint_path=a", "--checkpoint-dir", "--resume_from=a", "--signal=a", "--style=b"]
-)
-def test_options_that_scripts_have_are_passed_on(word: str) -> None:
-    assert parse_options([word]).words == (word,)
-
-
-@pytest.mark.parametrize(
     ("words", "on_retry", "command"),
     [
         (["--on-retry", "--init_from=resume", "--", "fit"], "--init_from=resume", ("fit",)),

@@ -175,15 +175,6 @@ def test_lines_are_the_same_in_whatever_pieces_they_arrive(length: int) -> None:
     assert lines == ["eins", "zwei é", "Loss=nan", "rest ohne Ende \U0001f680"]
 
 
-def test_a_line_without_end_is_cut() -> None:
-    lines: list[str] = []
-    splitter = LineSplitter(lines.append)
-    for _ in range(100):
-        splitter.feed(b"x" * 1000)
-    assert max(map(len, lines)) < 10_000
-    assert sum(map(len, lines)) > 90_000
-
-
 def test_the_first_sign_and_the_last_lines_are_kept() -> None:
     evidence = Evidence()
     for step in range(100):
