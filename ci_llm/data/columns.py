@@ -17,15 +17,14 @@ prompt + completion +   as prompt + completion, or messages whose last    Rated
 label, or kto_tag       answer is meant; label: good or not
 text + label            a text or a chat; label: a class, or a number     Labelled
 
-The forms of `_EXACT` come first, by these very names; then names in any case, with spaces around them, and the other
-names of `_ANY_CASE`.
+`_DIALECTS` has the columns of each in full. They are recognised in any case, and with spaces around them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from shlex import quote
 from typing import TYPE_CHECKING, Any, Final
 
@@ -259,6 +258,8 @@ def _read_tokens(row: RawRow) -> Row | None:
 # ------------------------------------------------------------------------------------------ columns to parts
 
 Names = Mapping[str, Sequence[str]]
+#: No column is named otherwise.
+_ALL_FOUND: Final[Names] = {}
 
 
 def plain(name: str) -> str:
@@ -266,121 +267,128 @@ def plain(name: str) -> str:
     return name.strip().lower()
 
 
-_PROMPTS = ("prompt", "question", "query", "instruction", "problem", "input", "user", "context", "source")
-_ANSWERS = ("completion", "response", "answer", "output", "solution", "assistant", "reply", "target")
-_TEXTS = ("text", "content", "completion", "document", "story")
-_MESSAGES = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
-_LABELLED_TEXTS = ("text", "sentence", "messages")
-_RATINGS = ("kto_tag", "label")
-_LABELS = ("label", "labels")
-
-
-def _names(*parts: str) -> dict[str, Sequence[str]]:
-    """Parts whose columns have their names."""
-    return {part: (part,) for part in parts}
-
-
-_WITH_CHAT: Final = _names("tools") | {"system": ("system", "system_prompt")}
-_WITH_TOKENS: Final = _names("labels", "attention_mask")
-_WITH_PAIR: Final = _names("history") | _WITH_CHAT
-_WITH_PARTS: Final = _names("input", "context") | _WITH_PAIR
+#: Names that several columns of one meaning have, in the order in which they are taken.
+_NAMES: Final[Names] = {
+    "PROMPTS": ("prompt", "question", "query", "instruction", "problem", "input", "user", "context", "source"),
+    "ANSWERS": ("completion", "response", "answer", "output", "solution", "assistant", "reply", "target"),
+    "TEXTS": ("text", "content", "completion", "document", "story"),
+    "MESSAGES": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat"),
+}
+#: Columns that belong to what is asked: text in one of them that is not read is missing from the prompt.
+_OF_PROMPTS: Final = {*_NAMES["PROMPTS"], "history", "tools", "system", "system_prompt"} - {"user", "source"}
 #: Parts of a prompt that only a chat can hold beside it.
 _OF_CHATS: Final = {"input", "context", "history", "system"}
-#: Columns that belong to what is asked: text in one of them that is not read is missing from the prompt.
-_OF_PROMPTS: Final = {*_PROMPTS, "history", "tools", *_WITH_CHAT["system"]} - {"user", "source"}
 
 
 @dataclass(frozen=True)
-class _Pattern:
-    """A form before its columns are known: for each part the names that it may have, the first is taken."""
+class _Dialect:
+    """A form before its columns are known.
 
-    name: str
+    Attributes:
+        parts: a word for each part, with ? behind one that may be missing: the column of its name; or as in
+            `prompt=question`, where the names of columns follow, or one of `_NAMES`; the first that is there is taken.
+    """
+
     reader: Callable[[RawRow], Row | None]
-    needs: Names
-    may_have: Names = field(default_factory=dict)
+    parts: str
     kind: RowKind = "single"
+    name: str = ""
 
-    def with_names(self, known: Names) -> _Pattern:
-        """The form whose parts have these columns."""
-        return replace(self, needs={**self.needs, **known})
+    def found_in(
+        self, columns: Sequence[str], known: Names = _ALL_FOUND, *, spelled: Callable[[str], str] = plain
+    ) -> Form | None:
+        """The form with the columns that are there, if every part that it needs is.
 
-    def found_in(self, columns: Sequence[str], *, any_case: bool) -> Form | None:
-        """The form with the columns that are there, if every part that it needs is."""
-        by_name = {(plain(column) if any_case else column): column for column in reversed(columns)}
+        Args:
+            known: the columns of parts that are named otherwise.
+            spelled: how the names of columns are compared.
+        """
+        by_name = {spelled(column): column for column in reversed(columns)}
+        words = [word.rstrip("?").partition("=") for word in self.parts.split()]
+        wanted = {part: known.get(part) or _NAMES.get(names) or (names or part).split("|") for part, _, names in words}
         found: dict[str, str] = {}
-        for part, names in {**self.needs, **self.may_have}.items():
-            free = (by_name[name] for name in names if name in by_name and by_name[name] not in found.values())
+        for part in sorted(wanted, key=lambda part: part not in known):  # no other part takes a column that is named
+            free = (by_name[name] for name in wanted[part] if name in by_name and by_name[name] not in found.values())
             if (column := next(free, None)) is not None:
                 found[part] = column
             elif part in self.needs:
                 return None
-        return Form(self.name or " + ".join(found[part] for part in self.needs), found, self.reader, self.kind)
+        columns_of = {part: found[part] for part in wanted if part in found}
+        name = self.name or " + ".join(column for part, column in columns_of.items() if part in self.needs)
+        return Form(name, columns_of, self.reader, self.kind)
+
+    @property
+    def needs(self) -> set[str]:
+        return {word.partition("=")[0] for word in self.parts.split() if not word.endswith("?")}
 
 
-_TOKENS_FORM = _Pattern("tokens", _read_tokens, {"input_ids": ("input_ids",)}, _WITH_TOKENS)
-_EXACT_PAIRS: Final = (
-    _Pattern("prompt + completion", _read_completion, _names("prompt", "completion"), _WITH_CHAT),
-    _Pattern(
-        "question + answer", _read_pair, {"prompt": ("question",), **_names("answer")}, _names("context") | _WITH_PAIR
+_CHAT: Final = "tools? system=system|system_prompt?"
+_PARTS: Final = f"input? context? history? {_CHAT}"
+#: OpenAI's pairs have names of their own.
+_TWO: Final = f"chosen=chosen|preferred_output rejected=rejected|non_preferred_output margin? {_CHAT}"
+
+#: All forms, of which the first is taken whose columns are there.
+_DIALECTS: Final = (
+    # First, because a tokenised data set often keeps the columns that it was made of.
+    _Dialect(_read_tokens, "input_ids labels? attention_mask?", name="tokens"),
+    _Dialect(_read_rated, f"prompt completion label=kto_tag|label {_CHAT}", "rated"),
+    _Dialect(_read_rated, f"messages=MESSAGES label=kto_tag {_CHAT}", "rated"),
+    _Dialect(_read_rated, f"prompt=PROMPTS answer=ANSWERS label=kto_tag {_PARTS}", "rated"),
+    # Messages with a label are texts with a class, unless the objective says otherwise.
+    _Dialect(_read_labelled, "text=text|sentence|messages label=label|labels tools?", "labelled"),
+    _Dialect(_read_rated, f"messages=messages|conversations label {_CHAT}", "rated"),
+    _Dialect(_read_preference, f"prompt=conversations {_TWO}", "pairs"),
+    _Dialect(_read_messages, f"messages=messages|conversations {_CHAT}"),
+    _Dialect(_read_completion, f"prompt completion {_CHAT}"),
+    _Dialect(_read_pair, f"prompt=question answer context? history? {_CHAT}"),
+    _Dialect(_read_pair, f"prompt=instruction answer=output input? history? {_CHAT}"),
+    _Dialect(_read_squad, "context prompt=question answers", name="SQuAD"),
+    _Dialect(_read_text, "text"),
+    _Dialect(_read_preference, f"prompt {_TWO}", "pairs"),
+    _Dialect(_read_preference, f"prompt=MESSAGES {_TWO}", "pairs"),
+    _Dialect(_read_preference, f"prompt=PROMPTS {_TWO} input? context? history?", "pairs"),
+    _Dialect(_read_preference, _TWO, "pairs"),
+    _Dialect(_read_messages, f"messages=MESSAGES {_CHAT}"),
+    _Dialect(_read_pair, f"prompt=instruction answer=ANSWERS input=input|context? history? {_CHAT}"),
+    _Dialect(_read_pair, f"prompt=PROMPTS answer=ANSWERS {_PARTS}"),
+    _Dialect(_read_text, "text=TEXTS"),
+    _Dialect(_read_rated, f"messages=MESSAGES label {_CHAT}", "rated"),
+)
+#: What the configuration names by text_column, or by prompt_column and answer_column, of which one may be found.
+_NAMED_TEXT: Final = _Dialect(_read_text, "text")
+_NAMED_PAIR: Final = _Dialect(_read_pair, f"prompt=PROMPTS answer=ANSWERS history? {_CHAT}")
+
+#: What is scored: a text or messages, or a prompt and its answer.
+_SCORED: Final = (
+    _Dialect(_read_text, "text=text|sentence|messages"),
+    _Dialect(_read_pair, "prompt=prompt|question|instruction answer=completion|answer|response|output|chosen"),
+)
+
+#: Of rows that are not answers to learn: what they are, the columns they have, and the keys that name others.
+_JUDGED: Final[Mapping[RowKind, tuple[str, str, str]]] = {
+    "pairs": (
+        "preference pairs, and objective=dpo takes prompt, chosen and rejected",
+        "prompt, chosen and rejected",
+        "prompt_column= names another prompt",
     ),
-    _Pattern(
-        "instruction + output",
-        _read_pair,
-        {"prompt": ("instruction",), "answer": ("output",)},
-        _names("input") | _WITH_PAIR,
+    "rated": (
+        "answers with a label each, right or wrong, which objective=kto takes",
+        "prompt, completion and label",
+        "prompt_column= and answer_column= name others",
     ),
-    _Pattern("SQuAD", _read_squad, {"context": ("context",), "prompt": ("question",), "answers": ("answers",)}),
-)
-_EXACT: Final = (
-    _TOKENS_FORM,  # first, because a tokenised data set often keeps the columns that it was made of
-    _Pattern("messages", _read_messages, {"messages": ("messages",)}, _WITH_CHAT),
-    _Pattern("conversations", _read_messages, {"messages": ("conversations",)}, _WITH_CHAT),
-    *_EXACT_PAIRS,
-    _Pattern("text", _read_text, {"text": ("text",)}),
-)
-_ANY_CASE: Final = (
-    _Pattern("messages", _read_messages, {"messages": _MESSAGES}, _WITH_CHAT),
-    *_EXACT_PAIRS,
-    _Pattern(
-        "", _read_pair, {"prompt": ("instruction",), "answer": _ANSWERS}, {"input": ("input", "context"), **_WITH_PAIR}
+    "labelled": (
+        "texts with a class or a number, which objective=classification takes, or with a rating, for objective=kto",
+        "text and label",
+        "text_column= and answer_column= name others",
     ),
-    _Pattern("", _read_pair, {"prompt": _PROMPTS, "answer": _ANSWERS}, _WITH_PARTS),
-    _TOKENS_FORM,
-    _Pattern("text", _read_text, {"text": _TEXTS}),
-)
-
-#: LLaMA-Factory's, Axolotl's and OpenAI's pairs among them.
-_TWO: Final[Names] = {"chosen": ("chosen", "preferred_output"), "rejected": ("rejected", "non_preferred_output")}
-_WITH_TWO: Final = _names("margin") | _WITH_CHAT
-_OF_CONVERSATIONS: Final = _Pattern("", _read_preference, {"prompt": ("conversations",), **_TWO}, _WITH_TWO, "pairs")
-_PAIRS: Final = (
-    _Pattern("", _read_preference, {**_names("prompt"), **_TWO}, _WITH_TWO, "pairs"),
-    _OF_CONVERSATIONS,
-    _Pattern("", _read_preference, {"prompt": _MESSAGES, **_TWO}, _WITH_TWO, "pairs"),
-    _Pattern("", _read_preference, {"prompt": _PROMPTS, **_TWO}, {**_WITH_TWO, **_WITH_PARTS}, "pairs"),
-    _Pattern("", _read_preference, _TWO, _WITH_TWO, "pairs"),
-)
-_RATED: Final = (
-    _Pattern("", _read_rated, _names("prompt", "completion") | {"label": _RATINGS}, _WITH_CHAT, "rated"),
-    _Pattern("", _read_rated, {"messages": _MESSAGES, "label": ("kto_tag",)}, _WITH_CHAT, "rated"),
-    _Pattern("", _read_rated, {"prompt": _PROMPTS, "answer": _ANSWERS, "label": ("kto_tag",)}, _WITH_PARTS, "rated"),
-    _Pattern("", _read_rated, {"messages": _MESSAGES, "label": ("label",)}, _WITH_CHAT, "rated"),
-)
-_LABELLED: Final = (
-    _Pattern("", _read_labelled, {"text": _LABELLED_TEXTS, "label": _LABELS}, _names("tools"), "labelled"),
-)
-
-#: The forms of rows that are not answers to learn, the columns that each takes, and the keys that name others.
-_JUDGED: Final[Mapping[RowKind, tuple[Sequence[_Pattern], str, str]]] = {
-    "pairs": (_PAIRS, "prompt, chosen and rejected", "prompt_column= names another prompt"),
-    "rated": (_RATED, "prompt, completion and label", "prompt_column= and label_column= name others"),
-    "labelled": (_LABELLED, "text and label", "text_column= and label_column= name others"),
 }
-
-#: How to train on pairs.
-_BETTER_ANSWERS: Final = (
-    "objective=dpo compares the two; or name the better answers: answer_column=chosen with prompt_column=, or"
-    " text_column=chosen"
+#: Columns, in lower case, of rows that no form has in full: without the last of them other things would be learned.
+_HALF_READ: Final = (
+    *((name, _JUDGED["pairs"][0]) for name in ("preferred_output", "rejected_response", "rejected_messages")),
+    ("kto_tag", _JUDGED["rated"][0]),
+    *((f"question {name}", "questions with choices") for name in ("choices", "options")),
+    ("ctx endings", "beginnings with a choice of endings"),
+    *((name, "pictures or sounds") for name in ("image", "images", "audio", "audios", "video", "videos")),
 )
 #: What the error lists when nothing fits.
 _WANTED: Final = (
@@ -389,56 +397,24 @@ _WANTED: Final = (
 )
 
 
-def find_form(columns: Sequence[str]) -> Form | None:
-    """The first form whose columns are all there: by today's very names first, then in any case, by other names.
+def find_form(columns: Sequence[str], wanted: RowKind | None = "single", known: Names = _ALL_FOUND) -> Form | None:
+    """The first form whose columns are all there, in any case; of single rows one by their very names comes first.
 
-    Raises:
-        ValueError: the columns are preference pairs.
+    Args:
+        wanted: what the rows are; None: any kind.
+        known: the columns of parts that are named otherwise.
     """
-    if (form := _first(_EXACT, columns, any_case=False)) is not None:
+    fitting = [each for each in _DIALECTS if wanted in (None, each.kind) and known.keys() <= each.needs]
+    form = next(filter(None, (each.found_in(columns, known) for each in fitting)), None)
+    if form is None or form.kind != "single":
         return form
-    if _first(_PAIRS, columns):
-        raise ValueError("the columns chosen and rejected are preference pairs, and objective sft learns answers")
-    return _first(_ANY_CASE, columns)
+    single = (each for each in fitting if each.kind == "single")
+    return next(filter(None, (each.found_in(columns, spelled=str) for each in single)), form)
 
 
-def _first(patterns: Sequence[_Pattern], columns: Sequence[str], *, any_case: bool = True) -> Form | None:
-    return next(filter(None, (pattern.found_in(columns, any_case=any_case) for pattern in patterns)), None)
-
-
-_RATINGS_BESIDE: Final = (
-    {"prompt", "completion", "label"},
-    {"messages", "label"},
-    {"conversations", "label"},
-    {"kto_tag"},
-)
-_PAIRED: Final = (
-    {"conversations", "chosen", "rejected"},
-    {"preferred_output", "non_preferred_output"},
-    *({"rejected_response"}, {"rejected_messages"}),  # ms-swift has the better answer at the end of messages
-)
-#: Columns, in lower case, by which rows are told that are not made for learning their answers, and what they are.
-_NOT_ANSWERS: Final = (
-    *((told, "answers with a label each, right or wrong, which objective=kto takes") for told in _RATINGS_BESIDE),
-    *((told, "preference pairs, and objective=dpo takes prompt, chosen and rejected") for told in _PAIRED),
-    *(({"question", name}, "questions with choices") for name in ("choices", "options")),
-    ({"ctx", "endings"}, "beginnings with a choice of endings"),
-    *(({"text", name}, "texts with a class or a number, which objective=classification takes") for name in _LABELS),
-    *(({name}, "pictures or sounds") for name in ("image", "images", "audio", "audios", "video", "videos")),
-)
-
-
-def _require_answers(columns: Sequence[str], where: str) -> None:
-    """Refuse rows that would be learned otherwise than they are meant, because some of their columns are not read."""
-    by_name = {plain(column): column for column in columns}
-    for wanted, what in _NOT_ANSWERS:
-        if wanted <= by_name.keys() and "input_ids" not in by_name:
-            dropped = by_name[min(wanted - {"prompt", "completion", "question", "ctx", "text", *_MESSAGES})]
-            raise DataError(
-                f"The data set looks like {what}, and {dropped} would not be read.",
-                where=where,
-                hint=f"name the columns to train without {dropped}: prompt_column= and answer_column=, or text_column=",
-            )
+def form_to_score(columns: Sequence[str]) -> Form | None:
+    """How texts to be scored are read, or prompts with their answers."""
+    return next(filter(None, (each.found_in(columns) for each in _SCORED)), None)
 
 
 def form_of_columns(
@@ -453,51 +429,31 @@ def form_of_columns(
     Raises:
         DataError: a named column is not there, no form fits, or the rows are meant for another objective.
     """
-    form = _form_of(columns, {**named}, where, wanted)
+    if "label" in named and wanted is None:
+        wanted = "labelled"
+    for part, name in named.items():
+        if plain(name) not in map(plain, columns):
+            what = f"The data set has no column {name!r}; it has: {shown(columns)}."
+            key = "answer_column" if part == "label" else f"{part}_column"
+            raise DataError(what, where=f"{where}, {key}: {name}", hint=f"set {key} to one of them")
+    # Columns that are named in their own case come first: of `Text` and `text` the named one is meant.
+    preferred = sorted(columns, key=lambda column: column not in named.values())
+    known = {part: (plain(name),) for part, name in named.items()}
+    if wanted is not None and wanted in _JUDGED:
+        form = _judged_form(preferred, known, where, wanted)
+    elif given := {part: names for part, names in known.items() if part != "label"}:
+        form = _named_form(preferred, given, where)
+    else:
+        form = _found_form(columns, where, wanted)
     if named or form.reader is _read_tokens:
         return form
     read = {*form.columns.values()} - ({form.columns.get("prompt")} if form.kind == "pairs" else set())
     return replace(form, beside=tuple(name for name in columns if plain(name) in _OF_PROMPTS and name not in read))
 
 
-def _form_of(columns: Sequence[str], given: dict[str, str], where: str, wanted: RowKind | None) -> Form:
-    if wanted is not None and wanted in _JUDGED:
-        return _judged_form(columns, given, where, wanted)
-    if "label" in given and wanted is None:
-        return _judged_form(columns, given, where, "labelled")
-    given.pop("label", None)
-    if given:
-        return _named_form(columns, given, where)
-    if wanted is None and (judged := _unless_answers(columns)):
-        return judged
-    _require_answers(columns, where)
-    try:
-        form = find_form(columns)
-    except ValueError as error:
-        raise DataError(f"The data set cannot be trained on: {error}.", where=where, hint=_BETTER_ANSWERS) from error
-    if form is None:
-        what = f"The data set has no columns that can be used; it has: {shown(columns)}."
-        raise DataError(what, where=where, hint=_advice(columns, where))
-    return form
-
-
-def _unless_answers(columns: Sequence[str]) -> Form | None:
-    """The form of pairs, rated or labelled rows, where single rows would be refused."""
-    if "input_ids" in map(plain, columns):
-        return None
-    # Messages with a label are texts with a class, unless the objective says otherwise.
-    if judged := _first((*_RATED[:-1], *_LABELLED, _OF_CONVERSATIONS), columns):
-        return judged
-    return None if _first(_EXACT, columns, any_case=False) else _first(_PAIRS, columns)
-
-
-def _judged_form(columns: Sequence[str], given: Mapping[str, str], where: str, wanted: RowKind) -> Form:
+def _judged_form(columns: Sequence[str], known: Names, where: str, wanted: RowKind) -> Form:
     """The form of pairs, rated or labelled rows, whose prompt, text or label may be named."""
-    _require_named(columns, given, where)
-    patterns, wants, way = _JUDGED[wanted]
-    parts = {"text" if part == "messages" and wanted == "labelled" else part: name for part, name in given.items()}
-    known = {part: (plain(name),) for part, name in parts.items()}
-    form = _first([each.with_names(known) for each in patterns if known.keys() <= each.needs.keys()], columns)
+    form, (_, wants, way) = find_form(columns, wanted, known), _JUDGED[wanted]
     has_pictures = any(plain(name) in ("image", "images") for name in columns)
     if form is None or has_pictures:
         raise DataError(
@@ -507,6 +463,46 @@ def _judged_form(columns: Sequence[str], given: Mapping[str, str], where: str, w
             f"{'; pictures are not learned here' * has_pictures}",
         )
     return form
+
+
+def _named_form(columns: Sequence[str], known: Names, where: str) -> Form:
+    names = [names[0] for names in known.values()]
+    if len({*names}) < len(names):
+        raise DataError(
+            f"prompt_column and answer_column are the same column, {names[0]!r}.",
+            where=where,
+            hint=f"name two columns, or text_column={names[0]} to learn all of its text",
+        )
+    form = (_NAMED_TEXT if "text" in known else _NAMED_PAIR).found_in(columns, known)
+    if form is None:
+        missing = "answer" if "prompt" in known else "prompt"
+        what = f"No column goes with {', '.join(names)}; the data set has: {shown(columns)}."
+        raise DataError(what, where=where, hint=f"name it by {missing}_column=")
+    return form
+
+
+def _found_form(columns: Sequence[str], where: str, wanted: RowKind | None) -> Form:
+    """The form of columns of which none is named."""
+    form, by_name = find_form(columns, None), {plain(column): column for column in columns}
+    if form is not None and form.kind != "single":
+        if wanted is None:
+            return form
+        raise _half_read(_JUDGED[form.kind][0], form.columns.get("label") or form.columns["rejected"], where)
+    for names, what in _HALF_READ:
+        if {*names.split()} <= by_name.keys() and "input_ids" not in by_name:
+            raise _half_read(what, by_name[names.split()[-1]], where)
+    if form is None:
+        what = f"The data set has no columns that can be used; it has: {shown(columns)}."
+        raise DataError(what, where=where, hint=_advice(columns, where))
+    return form
+
+
+def _half_read(what: str, unread: str, where: str) -> DataError:
+    return DataError(
+        f"The data set looks like {what}, and {unread} would not be read.",
+        where=where,
+        hint=f"name the columns to train without {unread}: prompt_column= and answer_column=, or text_column=",
+    )
 
 
 def _advice(columns: Sequence[str], where: str) -> str:
@@ -519,7 +515,7 @@ def _advice(columns: Sequence[str], where: str) -> str:
     named = zip(("prompt_column", "answer_column"), names, strict=True)
     typed = " and ".join(quote(f"{key}={name}") for key, name in named)
     more = "; the first line of a CSV file holds the names of its columns" if ".csv" in where else ""
-    others = "or text_column=, with label_column= for classes or numbers"
+    others = "or text_column=, with answer_column= for classes or numbers"
     return f"{first}say {typed}, {others}, or have one of: {_WANTED}{more}"
 
 
@@ -527,41 +523,3 @@ def shown(columns: Sequence[str]) -> str:
     """The names of columns; of an object whose keys are rows, the first ones."""
     more = f", ... ({len(columns)} in all)" if len(columns) > 20 else ""
     return ", ".join(columns[:20]) + more
-
-
-def _require_named(columns: Sequence[str], given: Mapping[str, str], where: str) -> None:
-    """Refuse names of columns that the data set does not have."""
-    there = {plain(column) for column in columns}
-    for part, name in given.items():
-        if plain(name) not in there:
-            what = f"The data set has no column {name!r}; it has: {shown(columns)}."
-            raise DataError(what, where=f"{where}, {part}_column: {name}", hint=f"set {part}_column to one of them")
-
-
-def _named_form(columns: Sequence[str], given: Mapping[str, str], where: str) -> Form:
-    _require_named(columns, given, where)
-    if len({*given.values()}) < len(given):
-        raise DataError(
-            f"prompt_column and answer_column are the same column, {given['prompt']!r}.",
-            where=where,
-            hint=f"name two columns, or text_column={given['prompt']} to learn all of its text",
-        )
-    # Columns that are named in their own case come first: of `Text` and `text` the named one is meant.
-    preferred = sorted(columns, key=lambda column: column not in given.values())
-    form = _pattern_of({part: plain(name) for part, name in given.items()}).found_in(preferred, any_case=True)
-    if form is None:
-        missing = "answer" if "prompt" in given else "prompt"
-        what = f"No column goes with {', '.join(given.values())}; the data set has: {shown(columns)}."
-        raise DataError(what, where=where, hint=f"name it by {missing}_column=")
-    return form
-
-
-def _pattern_of(names: Mapping[str, str]) -> _Pattern:
-    """The form that named columns mean; of a question and its answer, one may be found by its name."""
-    if "messages" in names:
-        return _Pattern("messages", _read_messages, {"messages": (names["messages"],)}, _WITH_CHAT)
-    if "text" in names:
-        return _Pattern("text", _read_text, {"text": (names["text"],)})
-    known = {part: (name,) for part, name in names.items()}
-    others = {part: usual for part, usual in (("prompt", _PROMPTS), ("answer", _ANSWERS)) if part not in known}
-    return _Pattern("", _read_pair, {**known, **others}, _WITH_PAIR)

@@ -16,7 +16,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -54,15 +54,14 @@ def _unwrapped(data: Dataset | JsonRows, unnamed: str) -> dict[str, Dataset | Js
     """The splits of a file that is one JSON object: lists of rows by the name of their split, or below `data`, where
     numbers and texts beside it, such as a version, are left aside."""
     lists: Mapping[str, Any] = data[0] if len(data) == 1 else {}
-    columns = _columns_of(lists)
-    if columns:
+    if columns := _columns_of(lists):
         rows_of_columns = zip(*columns.values(), strict=True)
         return {unnamed: _in_memory([dict(zip(columns, row, strict=True)) for row in rows_of_columns])}
     if "data" in lists:
         lists = {name: value for name, value in lists.items() if isinstance(value, list | dict)}
-    if not lists or not (lists.keys() <= {unnamed, "train", *EVAL_SPLITS} or lists.keys() == {"data"}):
-        return {unnamed: data}
-    if not all(isinstance(rows, list) and all(isinstance(row, dict) for row in rows) for rows in lists.values()):
+    are_splits = lists.keys() <= {unnamed, "train", *EVAL_SPLITS} or lists.keys() == {"data"}
+    are_rows = all(isinstance(rows, list) and all(isinstance(row, dict) for row in rows) for rows in lists.values())
+    if not (lists and are_splits and are_rows):
         return {unnamed: data}
     return {unnamed if name == "data" else name: _in_memory(rows) for name, rows in lists.items()}
 
@@ -85,7 +84,7 @@ def _in_memory(rows: Sequence[Mapping[str, Any]]) -> JsonRows:
 def splits_on_hub(name: str, subset: str | None, where: str) -> dict[str, Dataset]:
     """The splits of a data set of the hub; see `open_splits`."""
     try:
-        with _bars_on_terminals():
+        with _quiet():
             return dict(datasets.load_dataset(name, subset))
     except Exception as error:  # of the hub's client and all below it: a dropped connection is not an OSError
         if _is_of_a_disk(error):
@@ -136,12 +135,9 @@ def _splits_of(files: Sequence[Path], unnamed: str) -> list[str]:
 
 def _first_split(words: Sequence[str], names: Sequence[str]) -> str | None:
     """The first split that a word means, in any case and with a number behind it, as `datasets` reads names."""
-    for word in words:
-        plain = word.lower().strip("0123456789 ")
-        for meant in (word, plain, _WORDS_FOR_SPLITS.get(plain)):
-            if meant in names:
-                return meant
-    return None
+    plain = [word.lower().strip("0123456789 ") for word in words]
+    meant = zip(words, plain, (_WORDS_FOR_SPLITS.get(word, "") for word in plain), strict=True)
+    return next((split for split in chain.from_iterable(meant) if split in names), None)
 
 
 def _saved(path: Path, unnamed: str) -> dict[str, Dataset]:
@@ -177,7 +173,7 @@ def _from_files(files: list[Path], where: str) -> Dataset | JsonRows:
     if not any(file.stat().st_size for file in files):
         raise empty(where)
     try:
-        with _bars_on_terminals(), _without_errors():
+        with _quiet(errors=True):
             return format_named(kind).read(files)
     except (DatasetsError, OSError, ValueError, EOFError, csv.Error, zlib.error, lzma.LZMAError) as error:
         if "corresponds to no data" in str(error):  # how `datasets` says that a file holds no row
@@ -218,33 +214,24 @@ def _reason(error: BaseException) -> str:
     return text if len(text) <= 300 else f"{text[:300]} ..."
 
 
-def _bars_on_terminals() -> AbstractContextManager[None]:
-    """Progress bars of `datasets` on a terminal only."""
-    return nullcontext() if sys.stderr.isatty() else without_bars()
-
-
 @contextmanager
-def without_bars() -> Iterator[None]:
-    """Without the progress bars of `datasets`."""
-    if datasets.are_progress_bars_disabled():
-        yield
-        return
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        datasets.enable_progress_bars()
+def _quiet(*, errors: bool = False) -> Iterator[None]:
+    """Without the progress bars of `datasets`, but on a terminal.
 
-
-@contextmanager
-def _without_errors() -> Iterator[None]:
-    """Without the lines of `datasets` about a file that it cannot read: its error becomes one of ours."""
-    verbosity = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    Args:
+        errors: without its lines about a file that it cannot read, too: its error becomes one of ours.
+    """
+    verbosity, had_bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
+    if errors:
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     try:
         yield
     finally:
         datasets.logging.set_verbosity(verbosity)
+        if had_bars:
+            datasets.enable_progress_bars()
 
 
 _KINDS: Final = (
@@ -314,7 +301,7 @@ def _kept(digest: str, write: Callable[[Path], object]) -> Path:
     folder = cache_folder("rows") / digest
     try:
         make_folders(folder.parent)
-        with locked(folder.parent / "lock", create=True, required=False), without_bars():
+        with locked(folder.parent / "lock", create=True, required=False), _quiet():
             if not folder.is_dir():
                 with new_folder(folder) as draft:
                     write(draft)

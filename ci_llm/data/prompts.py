@@ -8,9 +8,11 @@ way, and keep their answers. This file loads neither torch nor Transformers.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
@@ -30,6 +32,7 @@ from ci_llm.data.rows import (
     is_unicode,
     kept,
     messages_of,
+    tools_of,
 )
 from ci_llm.data.turns import RefusedRowError
 from ci_llm.data.units import branches_of
@@ -39,7 +42,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Turns = Sequence[Mapping[str, Any]]
-Prompt = str | Turns
+#: A text, a chat, or one with its tools: {"messages": [...], "tools": [...]}.
+Prompt = str | Turns | Mapping[str, Any]
 
 #: Keys of a turn, of which it has one.
 _SAID = {"content", "value", "tool_calls", "function_call"}
@@ -122,18 +126,17 @@ class Prompter:
         """Token ids of a prompt.
 
         Args:
-            prompt: a string, or a chat: messages with "role" and "content" that end with a user's turn.
+            prompt: a string, or a chat: messages with "role" and "content" that end with a user's turn, which may
+                stand as "messages" beside "tools".
 
         Raises:
             DataError: it is not a chat, or the chat template fails on it.
         """
         if isinstance(prompt, str) and self.form == "text":
             return self.plain_ids(prompt)
-        messages = _messages(prompt)
-        try:
-            return self._encoder.ids(self._encoder.turns.prompt(messages, thinks=_THINKS.get(self.form)))
-        except RefusedRowError as error:
-            raise _unusable(messages, error) from error
+        chat = _chat(prompt)
+        with _shown(chat):
+            return self._encoder.ids(self._encoder.turns.prompt(chat, thinks=_THINKS.get(self.form)))
 
     def row(self, prompt: Prompt, answer: str) -> Example:
         """A prompt with its answer and the end of it, encoded as in training: the answer is what is learned.
@@ -143,12 +146,10 @@ class Prompter:
         """
         if isinstance(prompt, str) and self.form == "text":
             return self._encoder.encode(Completion(prompt, answer))
-        messages = _messages(prompt)
-        try:
-            whole = Chat((*messages, Message("assistant", answer)), trained_from=len(messages))
+        chat = _chat(prompt)
+        whole = replace(chat, messages=(*chat.messages, Message("assistant", answer)), trained_from=len(chat.messages))
+        with _shown(chat):
             return self._encoder.encode(whole)
-        except RefusedRowError as error:
-            raise _unusable(messages, error) from error
 
     def read(self, text: Prompt, *, is_answer: bool) -> Example:
         """A text or a chat that a head reads, encoded as in training; of a chat all turns, the last answer included.
@@ -165,13 +166,9 @@ class Prompter:
                 raise DataError("these heads judge answers, and a text has no prompt", where=text[:80], hint=hint)
             row = Completion(None, text)
             return self._encoder.encode(row) if is_answer else self._encoder.text(row)
-        try:
-            chat = Chat(messages_of(list(text)))
+        chat = _read(text)
+        with _shown(chat):
             return self._encoder.text(chat)
-        except (ValueError, TypeError) as error:
-            raise _no_prompt(text) from error
-        except RefusedRowError as error:
-            raise _unusable(chat.messages, error) from error
 
     def text(self, ids: Sequence[int]) -> str:
         """Token ids as text, without special tokens."""
@@ -184,12 +181,17 @@ class Prompter:
         return list(self.tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-def _unusable(messages: Sequence[Message], refusal: RefusedRowError) -> DataError:
-    return DataError(
-        f"The chat template cannot be used for this prompt: {refusal}.",
-        where=f"{messages[-1].role}: {messages[-1].content[:60]!r}",
-        hint="give a chat that the template accepts, or a tokenizer with another template",
-    )
+@contextmanager
+def _shown(chat: Chat) -> Iterator[None]:
+    """The template's refusal of a chat as an error about it."""
+    try:
+        yield
+    except RefusedRowError as refusal:
+        raise DataError(
+            f"The chat template cannot be used for this prompt: {refusal}.",
+            where=f"{chat.messages[-1].role}: {chat.messages[-1].content[:60]!r}",
+            hint="give a chat that the template accepts, or a tokenizer with another template",
+        ) from refusal
 
 
 def last_answer(example: Example) -> slice:
@@ -205,10 +207,12 @@ def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     Raises:
         DataError: it is neither.
     """
+    if isinstance(prompts, str) or _has_tools(prompts):
+        return [prompts]  # type: ignore[list-item]
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         raise _no_prompt(prompts)
-    given = [prompts] if isinstance(prompts, str) else list(prompts)  # an iterator can be read once only
-    return [given] if any(isinstance(part, Mapping) for part in given) else given  # type: ignore[list-item, return-value]
+    given: list[Any] = list(prompts)  # an iterator can be read once only
+    return [given] if any(isinstance(part, Mapping) and not _has_tools(part) for part in given) else given
 
 
 def form_of(rows: Rows) -> PromptForm:
@@ -226,27 +230,35 @@ def tokenizer_files(tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
         return {str(path.relative_to(scratch)): path.read_bytes() for path in files}
 
 
-def _messages(prompt: Prompt) -> tuple[Message, ...]:
-    if isinstance(prompt, str):
-        return (Message("user", prompt),)
+def _has_tools(prompt: object) -> bool:
+    return isinstance(prompt, Mapping) and "messages" in prompt
+
+
+def _read(prompt: Any) -> Chat:
+    """A chat as in training, with calls of tools and what else the template shows."""
+    given = prompt if _has_tools(prompt) else {"messages": prompt}
     try:
-        messages = messages_of(list(prompt))  # as in training, with calls of tools and what else the template shows
+        return Chat(messages_of([*given["messages"]]), tools=tools_of(given.get("tools")))
     except (ValueError, TypeError) as error:
         raise _no_prompt(prompt) from error
-    if not all(_SAID & {*turn} for turn in prompt):
+
+
+def _chat(prompt: Any) -> Chat:
+    """What is to be answered."""
+    if isinstance(prompt, str):
+        return Chat((Message("user", prompt),))
+    chat = _read(prompt)
+    if not all(_SAID & {*turn} for turn in (prompt["messages"] if _has_tools(prompt) else prompt)):
         raise _no_prompt(prompt)
-    if not messages or messages[-1].role == "assistant":
+    if not chat.messages or chat.messages[-1].role == "assistant":
         raise DataError("a chat has nothing to answer", where=str(prompt)[:80], hint="end it with a user's turn")
-    return messages
+    return chat
 
 
 def _no_prompt(prompt: object) -> DataError:
     what, hint = "a prompt is neither text nor a chat", '[{"role": "user", "content": "..."}]'
     return DataError(what, where=str(prompt)[:80], hint=hint)
 
-
-#: Text, or messages with "role" and "content".
-FilePrompt = str | list[Mapping[str, str]]
 
 #: Rows, the names of their columns, and the source -> what is read of each.
 ReadRows = Callable[[Sequence[RawRow], Sequence[str], str], Sequence[Any]]
@@ -269,19 +281,16 @@ def prompts_of_file(path: Path, of_rows: ReadRows | None = None) -> list[Any]:
     if not path.is_file():
         what = "this is a folder" if path.is_dir() else "there is no such file"
         raise DataError(what, where=str(path.absolute()), hint="give a file with one prompt per line, or JSON lines")
-    if path.suffix.lower() in (".txt", *_JSON_LINES, ""):
-        return prompts_of_lines(_text(path).split("\n"), str(path), of_rows)
-    from ci_llm.data.formats import find_format  # loads `datasets`, which takes seconds
+    if path.suffix.lower() not in (".txt", *_JSON_LINES, ""):
+        from ci_llm.data.formats import find_format  # loads `datasets`, which takes seconds
 
-    if find_format(path) is None:
-        return prompts_of_lines(_text(path).split("\n"), str(path), of_rows)
-    from ci_llm.data.sources import open_splits
+        if find_format(path) is not None:
+            from ci_llm.data.sources import open_splits
 
-    splits = open_splits(str(path), None, "train", "--file").values()
-    read = of_rows or prompts_of_rows
-    return [
-        prompt for rows in splits for prompt in read([kept(rows, row) for row in rows], rows.column_names, str(path))
-    ]
+            read, splits = of_rows or prompts_of_rows, open_splits(str(path), None, "train", "--file").values()
+            each = (read([kept(rows, row) for row in rows], rows.column_names, str(path)) for rows in splits)
+            return [*chain.from_iterable(each)]
+    return prompts_of_lines(_text(path).split("\n"), str(path), of_rows)
 
 
 def prompts_of_lines(lines: Iterable[str], where: str, of_rows: ReadRows | None = None) -> list[Any]:
@@ -297,60 +306,44 @@ def prompts_of_lines(lines: Iterable[str], where: str, of_rows: ReadRows | None 
     texts = [line.strip("\r\n") for line in lines if line.strip()]
     if not texts:
         raise DataError("there is no prompt", where=where, hint="give one prompt per line, or JSON lines")
-    rows = [_object(text) for text in texts]
-    if any(row is None for row in rows):
-        looks_like_rows = any(row is not None for row in rows) and all(text.lstrip().startswith("{") for text in texts)
-        if looks_like_rows or where.lower().endswith(_JSON_LINES):
-            number = rows.index(None)
-            raise DataError(
-                "a row is not a JSON object", where=f"{where}, row {number} (counted from 0)", hint="repair it"
-            )
+    rows = [*map(_object, texts)]
+    looks_like_rows = any(row is not None for row in rows) and all(text.lstrip().startswith("{") for text in texts)
+    if not looks_like_rows and not where.lower().endswith(_JSON_LINES):
         return list(texts)
-    if (odd := next((number for number, row in enumerate(rows) if not is_unicode(row)), None)) is not None:
-        what = "a row holds half a character, a lone surrogate"
-        raise DataError(what, where=f"{where}, row {odd} (counted from 0)", hint="repair it")
-    found: list[Mapping[str, Any]] = [row for row in rows if row is not None]
-    read = of_rows or prompts_of_rows
-    return list(read(found, list({column: None for row in found for column in row}), where))
+    found = list[RawRow]()
+    for number, row in enumerate(rows):
+        if row is None or not is_unicode(row):
+            what = "a row is not a JSON object" if row is None else "a row holds half a character, a lone surrogate"
+            raise DataError(what, where=f"{where}, row {number} (counted from 0)", hint="repair it")
+        found.append(row)
+    return list((of_rows or prompts_of_rows)(found, list(dict.fromkeys(chain.from_iterable(found))), where))
 
 
-#: Names of the columns of prompt and answer, where a row holds both.
-_OF_PROMPTS: Final = ("prompt", "question", "instruction")
-_OF_ANSWERS: Final = ("completion", "answer", "response", "output", "chosen")
-
-
-def texts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) -> list[FilePrompt | tuple[Any, str]]:
+def texts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) -> list[Prompt | tuple[Any, str]]:
     """The text or the messages of each row; or of each its prompt and its answer.
 
     Raises:
         DataError: no column is recognised, or a row has no text.
     """
-    from ci_llm.data.columns import plain
+    from ci_llm.data.columns import form_to_score
 
-    by_name = {plain(column): column for column in reversed(columns)}
-
-    def found(names: Sequence[str]) -> str | None:
-        return next((by_name[name] for name in names if name in by_name), None)
-
-    text, prompt, answer = found(("text", "sentence", "messages")), found(_OF_PROMPTS), found(_OF_ANSWERS)
-    if text is None and (prompt is None or answer is None):
+    if (form := form_to_score(columns)) is None:
         raise DataError(
             f"No column holds a text; the columns are: {', '.join(columns)}.",
             where=where,
             hint="name the column text or messages, or two columns prompt and completion",
         )
-    texts: list[FilePrompt | tuple[Any, str]] = []
+    texts: list[Prompt | tuple[Any, str]] = []
     for number, row in enumerate(rows):
-        needed = [text] if text is not None else [prompt, answer]
-        cells = [row.get(str(column)) for column in needed]
-        if not all(cells):
+        text, *answer = (row.get(column) for column in form.columns.values())
+        if not all((text, *answer)):
             hint = "leave it out, or write one"
             raise DataError("a row has no text", where=f"{where}, row {number} (counted from 0)", hint=hint)
-        texts.append(cells[0] if text is not None else (cells[0], str(cells[1])))  # type: ignore[arg-type]
+        texts.append((text, str(answer[0])) if answer else text)  # type: ignore[arg-type]
     return texts
 
 
-def prompts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) -> list[FilePrompt]:
+def prompts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) -> list[Prompt]:
     """The prompt of each row, without its answer.
 
     Raises:
@@ -371,7 +364,7 @@ def _form_of_prompts(columns: Sequence[str], where: str) -> Form:
     raise DataError(what, where=where, hint="name the column prompt, question, instruction, text or messages")
 
 
-def _prompt(form: Form, raw: RawRow, where: str) -> FilePrompt:
+def _prompt(form: Form, raw: RawRow, where: str) -> Prompt:
     parts = {part: raw.get(column) for part, column in form.columns.items()}
     parts |= {part: value for part, value in _ANSWERS.items() if part in parts}
     try:
@@ -395,12 +388,13 @@ def _asked(value: Any) -> list[dict[str, Any]]:
     return [message.as_turn() for message in messages]
 
 
-def _without_answer(row: Row | None) -> FilePrompt | None:
+def _without_answer(row: Row | None) -> Prompt | None:
     if isinstance(row, Chat):
         *asked, _answer = row.messages
-        if len(asked) == 1 and asked[0].role == "user":
+        if len(asked) == 1 and asked[0].role == "user" and not row.tools:
             return asked[0].content.strip() and asked[0].content  # text, as if somebody typed it
-        return [message.as_turn() for message in asked]
+        turns = [message.as_turn() for message in asked]
+        return {"messages": turns, "tools": [*row.tools]} if turns and row.tools else turns
     if isinstance(row, Completion):
         return row.completion if row.prompt is None else row.prompt
     if row is not None:

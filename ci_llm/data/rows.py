@@ -249,11 +249,6 @@ class Form:
     kind: RowKind = "single"
     beside: tuple[str, ...] = ()
 
-    @property
-    def all_columns(self) -> Iterable[str]:
-        """The columns that are looked at."""
-        return dict.fromkeys((*self.columns.values(), *self.beside))
-
     def read(self, raw: RawRow) -> Row | None:
         row = self.reader({part: raw.get(column) for part, column in self.columns.items()})
         beside = [(name, text) for name in self.beside for text in _texts(raw.get(name))] if row is not None else []

@@ -62,9 +62,7 @@ class Turns:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, date: datetime | None = None) -> None:
         self._tokenizer, self._text, self._date = tokenizer, template, date
-        self._usual = dict[bool, str]()
         self._known = dict[int, tuple[Remark, ...]]()
-        self._closing = dict[bool, str]()
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         ends = "|".join(map(re.escape, sorted(special, reverse=True))) or "(?!)"  # the longer of two that begin alike
         self._ends_turn, self._follows = re.compile(rf"(?:{ends})\Z"), re.compile(rf"\s*(?:{ends})")
@@ -90,7 +88,8 @@ class Turns:
             if message.role != "assistant":
                 continue
             start, is_last = _start(whole, number), number == len(chat.messages) - 1
-            asked = self._asked(view, whole, start) if is_last else self._usually_asked(chat.messages[:number])
+            after_tool = number > 0 and chat.messages[number - 1].role == "tool"
+            asked = self._asked(view, whole, start) if is_last else self._usual[after_tool]
             asked, shared = self._header(asked, text[start:])
             begin = start + shared
             if is_last:
@@ -106,8 +105,8 @@ class Turns:
             answers[number] = spans
         return Placed(text, answers, prompt, remarks)
 
-    def prompt(self, messages: Sequence[Message], *, thinks: bool | None = None) -> str:
-        """The text that an answer to these messages follows.
+    def prompt(self, chat: Chat, *, thinks: bool | None = None) -> str:
+        """The text that an answer to this chat follows.
 
         Args:
             thinks: end it where answers with thoughts, or without them, begin to differ from what the template opens;
@@ -117,9 +116,9 @@ class Turns:
             RefusedRowError: the template fails.
         """
         answer = replace(_ANSWER, content="<think>\nA\n</think>\n\nA") if thinks else _ANSWER
-        view = self._view(Chat((*messages, answer)))
+        view = self._view(replace(chat, messages=(*chat.messages, answer)))
         whole = self._render(view)
-        start = _start(whole, len(messages))
+        start = _start(whole, len(chat.messages))
         asked, shared = self._header(self._asked(view, whole, start), whole.text[start:])
         return whole.text[:start] + (asked if thinks is None else asked[:shared])
 
@@ -141,41 +140,40 @@ class Turns:
             return last, ""
         if follows := self._follows.match(text, end):
             return follows.end(), ""
-        closing = self._usually_closed(bool(message.tool_calls)) if is_last and not text[end:] else ""
+        closing = self._closing[bool(message.tool_calls)] if is_last and not text[end:] else ""
         return (end + len(closing), closing) if closing else (last, "")
 
-    def _usually_closed(self, calls: bool) -> str:
-        """The special token that follows an answer, or a call, where the template leaves the last one open."""
-        if calls not in self._closing:
-            self._closing[calls] = ""
-            try:
-                messages = (_ASKED, _CALLING, _RESULT) if calls else (_ASKED, _ANSWER, _ASKED)
-                whole = self._render(self._view(Chat(messages)))
-                follows = self._follows.match(whole.text, max(run.end for run in whole.of(1)))
-                self._closing[calls] = follows.group() if follows else ""
-            except RefusedRowError:
-                pass  # then it stays open
-        return self._closing[calls]
+    def _probed(self, *messages: Message, asks: bool = False) -> Rendering | None:
+        """A small chat by the template, which shows what it does; None if it shows no such chat."""
+        try:
+            return self._render(self._view(Chat(messages)), add_generation_prompt=asks)
+        except RefusedRowError:
+            return None
+
+    @cached_property
+    def _closing(self) -> Sequence[str]:
+        """The special token that follows an answer, and a call, where the template leaves the last one open."""
+        found = []
+        for probe in (self._probed(_ASKED, _ANSWER, _ASKED), self._probed(_ASKED, _CALLING, _RESULT)):
+            runs = probe.of(1) if probe else []
+            end = self._follows.match(probe.text, runs[-1].end) if probe and runs else None
+            found.append(end.group() if end else "")
+        return found
+
+    @cached_property
+    def _usual(self) -> Sequence[str]:
+        """What the template adds for generation, after a question and after the result of a tool."""
+        probes = self._probed(_ASKED, asks=True), self._probed(_ASKED, _CALLING, _RESULT, asks=True)
+        return [probe.after if probe else "" for probe in probes]
 
     def _header(self, asked: str, written: str) -> tuple[str, int]:
         """What the template adds for generation, and how much of it the turn begins with.
 
         Some add nothing after the result of a tool, and write a header there nevertheless.
         """
-        usual = self._usually_asked(())
+        usual = self._usual[False]
         shared, as_usual = _shared(asked, written), _shared(usual, written)
         return (usual, as_usual) if as_usual > shared else (asked, shared)
-
-    def _usually_asked(self, before: Sequence[Message]) -> str:
-        """What the template adds for generation, as far as the last of the messages before decides that."""
-        after_tool = bool(before) and before[-1].role == "tool"
-        if after_tool not in self._usual:
-            probe = Chat((_ASKED, _CALLING, _RESULT) if after_tool else (_ASKED,))
-            try:
-                self._usual[after_tool] = self._render(self._view(probe), add_generation_prompt=True).after
-            except RefusedRowError:
-                self._usual[after_tool] = ""  # it shows no such chat
-        return self._usual[after_tool]
 
     def _asked(self, view: View, whole: Rendering, start: int) -> str:
         """What the template adds for generation to the messages before the last one.

@@ -217,7 +217,6 @@ def test_the_library_reads_what_our_writer_writes(state: dict[str, Tensor]) -> N
     back = safetensors.torch.load(data)
     assert back.keys() == state.keys()
     assert all(same(back[name], state[name].contiguous()) for name in state)
-    assert all(bytes(image.tensors[name]) == bits(state[name]) for name in state)
 
 
 @pytest.mark.parametrize(
@@ -259,16 +258,16 @@ def test_info_is_in_the_manifest_and_may_not_use_its_keys(managers: Any) -> None
         manager.save(2, {"a": 1}, info={"step": 3})
 
 
-def test_a_damaged_tensor_is_named(managers: Any, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named(managers: Any, tmp_path: Path) -> None:
     manager = managers()
     manager.save(1, {"optimizer": {"m": torch.ones(100), "v": torch.zeros(100)}})
     path = tmp_path / "run" / "checkpoint_step_1" / "optimizer.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DamagedCheckpoint, match=r"optimizer\.safetensors has another digest in 1 of 2 tensors: v\n"):
+    with pytest.raises(DamagedCheckpoint, match=r"optimizer\.safetensors has another digest"):
         manager.verify(1)
-    with pytest.raises(DamagedCheckpoint, match="tensors: v"):
+    with pytest.raises(DamagedCheckpoint, match=r"optimizer\.safetensors has"):
         manager.restore(1)
 
 

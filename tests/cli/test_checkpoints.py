@@ -29,7 +29,7 @@ from ci_llm.crowd.importing import load_initial_adapters
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.run.start.agent_settings import lora_settings
 from tests.checkpoints.test_store import flip
 from tests.support.messages import Messages
@@ -162,6 +162,19 @@ def test_verify_overlooks_no_final_checkpoint_and_no_lost_manifest(
     assert "there is no checkpoint here" in capsys.readouterr().err
 
 
+def test_many_damaged_files_are_counted_and_five_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {f"layer{number}": torch.zeros(4) for number in range(40)}
+    write_checkpoint(tmp_path / "a", {f"agent{number}": tensors for number in range(9)})
+    for path in (tmp_path / "a").glob("*.safetensors"):
+        data = path.read_bytes()
+        path.write_bytes(data[:-640] + b"\x01" * 640)
+    assert verb("verify", tmp_path / "a") == 1
+    told = capsys.readouterr().err
+    assert "agent0.safetensors has another digest" in told
+    assert told.count("has another digest") == 5
+    assert "; 4 more" in told
+
+
 # diff
 
 
@@ -204,6 +217,8 @@ def nudged(tensor: Tensor) -> Tensor:
          "optimizer.agent0.exp_avg", "1 of 4 elements, by at most inf"),
         (lambda s: s["optimizer"]["agent0"].update(exp_avg=torch.arange(4.0)),
          "optimizer.agent0.exp_avg", "(4,) of float64 in A, (4,) of float32 in B"),
+        (lambda s: s["rng"]["process0"].update(torch=torch.tensor([0, 1, 2, 3, 4, 5, 6, 9], dtype=torch.uint8)),
+         "rng.process0.torch", "1 of 8 elements, by at most 2"),
         (lambda s: s["rng"]["process0"]["numpy"].update(pos=4), "rng.process0.numpy.pos", "3 in A, 4 in B"),
         (lambda s: s["train_state"].update(skipped=(0, True)), "train_state.skipped[1]", "1 in A, True in B"),
         (lambda s: s.pop("rng"), "rng.process0.numpy.cached", "only in A"),
@@ -414,7 +429,7 @@ def test_peft_folders_become_agents(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert crowd.generate(["Ann has 7 pens."], max_new_tokens=4)
     fresh = Crowd(embedded(), LoraSettings(2, rank=4, alpha=8, target_modules=("q_proj", "v_proj")), str(BASE_FOLDER))
     assert "one adapter for each agent" in load_initial_adapters(fresh, tmp_path / "crowd")
-    assert torch.equal(fresh.agents.weights, crowd.agents.weights)
+    assert torch.equal(fresh.storage.weights, crowd.storage.weights)
     assert verb("verify", tmp_path / "crowd") == 0
 
 

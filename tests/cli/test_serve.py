@@ -31,7 +31,7 @@ def test_a_wrong_option_is_refused_before_anything_is_loaded(options: str, capsy
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What would be served: nothing is listened on."""
-    import ci_llm.serve.start
+    import ci_llm.serve.app
 
     calls: list[Any] = []
 
@@ -39,7 +39,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append(service)
         return 0
 
-    monkeypatch.setattr(ci_llm.serve.start, "run_until_signal", stand_in)
+    monkeypatch.setattr(ci_llm.serve.app, "run_until_signal", stand_in)
     return calls
 
 

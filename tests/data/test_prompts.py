@@ -39,6 +39,8 @@ SYSTEM = {"role": "system", "content": "s"}
         ({"messages": json.dumps(CHAT)}, CHAT),
         ({"prompt": CHAT, "completion": [{"role": "assistant", "content": "a2"}]}, CHAT),
         ({"prompt": CHAT}, CHAT),
+        ({"messages": CHAT, "tools": [{"name": "add"}]}, {"messages": CHAT, "tools": [{"name": "add"}]}),
+        ({"messages": CHAT[:1], "tools": ""}, "q1"),
     ],
 )
 def test_a_row_gives_its_prompt_without_its_answer(row: dict[str, Any], prompt: Any, tmp_path: Path) -> None:

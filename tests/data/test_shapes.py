@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 import pytest
 import zstandard
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 
 from ci_llm.config import Config, load_config
 from ci_llm.data import sources
@@ -98,21 +98,6 @@ def mixed_turns(folder: Path) -> str:
     return str(folder / "rows.parquet")
 
 
-def parquet(folder: Path) -> str:
-    pairs(3).to_parquet(folder / "rows.parquet")
-    return str(folder / "rows.parquet")
-
-
-def saved(folder: Path) -> str:
-    DatasetDict({"train": pairs(2), "validation": pairs(1, "v")}).save_to_disk(folder / "saved")
-    return str(folder / "saved")
-
-
-def arrow(folder: Path) -> str:
-    pairs(3).save_to_disk(folder / "one")
-    return f"{folder}/one/data-00000-of-00001.arrow"
-
-
 def nested(folder: Path) -> str:
     for split, rows in (("train", pairs(2)), ("validation", pairs(1, "v"))):
         (folder / "deep" / "data" / split).mkdir(parents=True)
@@ -124,12 +109,6 @@ def split_names(folder: Path) -> str:
     for split, rows in (("train", pairs(2)), ("test", pairs(1, "v"))):
         rows.to_csv(folder / f"mine_{split}.csv")
     return str(folder)
-
-
-def glob(folder: Path) -> str:
-    pairs(2).to_parquet(folder / "part-0.parquet")
-    pairs(1, "r").to_parquet(folder / "part-1.parquet")
-    return f"{folder}/part-*.parquet"
 
 
 def several(folder: Path) -> str:
@@ -304,14 +283,9 @@ SHAPES: dict[str, Shape] = {
         user("q"),
     ),
     "parquet of turns with the keys of both styles": Shape(mixed_turns, [f"yes{END}"], user("hi")),
-    "parquet": Shape(parquet, [f"a1{END}"], user("q1")),
-    "arrow": Shape(arrow, [f"a1{END}"], user("q1")),
-    "save_to_disk with splits": Shape(saved, [f"a0{END}"], user("q0")),
     "nested folders of splits": Shape(nested, [f"a0{END}"], user("q0")),
     "files named after splits": Shape(split_names, [f"a0{END}"], user("q0")),
-    "glob": Shape(glob, [f"a1{END}"], user("q1")),
     "list of files": Shape(several, [f"a1{END}"], user("q1"), num_rows=4),
-    "mixture": Shape(several, [f"a1{END}"], user("q1"), {"dataset_weights": [3, 1]}, num_rows=4),
     "tokens": Shape(jsonl({"input_ids": IDS}), [" a</s>"], "q"),
     "tokens in a csv file": Shape(
         text("rows.csv", "input_ids,attention_mask\n" + f'"{[*IDS, 0]}","[1, 1, 1, 1, 0]"\n' * 3), [" a</s>"], "q"

@@ -47,19 +47,9 @@ EXPECTED = [chat(row["question"], row["answer"]) for row in ROWS]
 TURNS = USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 
 FORMS: dict[str, tuple[dict[str, Any], Chat | Completion | None]] = {
-    "messages": ({"messages": [USER, ASSISTANT]}, chat("hi", "yes")),
-    "messages in parts": (
-        {"messages": [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]},
-        chat("hi", "yes"),
-    ),
     "messages first": ({"messages": [USER, ASSISTANT], "text": "x"}, chat("hi", "yes")),
     "messages without an answer": ({"messages": [USER]}, None),
-    "conversations": (
-        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
-        chat("hi", "yes"),
-    ),
-    "prompt + completion": ({"prompt": "2+2=", "completion": "4"}, Completion("2+2=", "4")),
-    "prompt + completion as messages": (
+    "prompt + completion after a talk": (
         {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]},
         chat("hi", "yes", "hi", "yes", trained_from=3),
     ),
@@ -72,31 +62,17 @@ FORMS: dict[str, tuple[dict[str, Any], Chat | Completion | None]] = {
     "question + number": ({"question": "2+2?", "answer": 4}, chat("2+2?", "4")),
     "question + nothing": ({"question": "hi", "answer": None}, None),
     "nothing + answer": ({"question": " ", "answer": "yes"}, None),
-    "instruction + output": ({"instruction": "say", "output": "yes"}, chat("say", "yes")),
-    "instruction + input + output": (
-        {"instruction": "say", "input": "yes", "output": "yes"},
-        chat("say\n\nyes", "yes"),
-    ),
-    "instruction + no input + output": (
-        {"instruction": "say", "input": "", "output": "yes"},
-        chat("say", "yes"),
-    ),
-    "SQuAD": (
-        {"context": "c", "question": "q", "answers": {"text": ["a", "b"], "answer_start": [0, 1]}, "id": "1"},
-        chat("c\n\nq", "a"),
-    ),
     "SQuAD without an answer": (
         {"context": "c", "question": "q", "answers": {"text": [], "answer_start": []}},
         None,
     ),
-    "text": ({"text": "once upon"}, Completion(None, "once upon")),
     "blank text": ({"text": " \n"}, None),
 }
 
 
 @pytest.mark.fast_cases(12)
 @pytest.mark.parametrize("name", FORMS)
-def test_every_form_of_row_is_recognised(name: str) -> None:
+def test_a_form_of_row_is_recognised(name: str) -> None:
     raw, expected = FORMS[name]
     rows = recognised(Dataset.from_list([raw, raw]), "here")
     assert list(rows) == [expected, expected]
@@ -274,9 +250,8 @@ VALUES = {
 
 
 @pytest.mark.parametrize("kind", ["lines", "one file each", "list", "splits", "objects over several lines"])
-def test_a_value_of_a_json_file_keeps_its_own_type(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier file, or an earlier block, may hold a value of another type."""
-    monkeypatch.setattr("ci_llm.data.formats.json._CHARACTERS", 100)
+def test_a_value_of_a_json_file_keeps_its_own_type(kind: str, tmp_path: Path) -> None:
+    """An earlier file, or an earlier row, may hold a value of another type."""
     rows = [f'{{"question": "q", "answer": {value}}}' for value in VALUES for _ in range(3)]
     name = "*.jsonl" if kind == "one file each" else "rows.json"
     if kind == "one file each":
@@ -298,8 +273,7 @@ def test_texts_that_are_all_dates_are_texts(tmp_path: Path) -> None:
     assert _answers(tmp_path / "a.jsonl") == ["2024-01-01"] * 2
 
 
-def test_a_column_may_begin_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ci_llm.data.formats.json._CHARACTERS", 10)
+def test_a_column_may_begin_late(tmp_path: Path) -> None:
     lines = ['{"id": 1}', '{"id": 2, "note": null}', '{"question": "q", "answer": "a", "note": [1]}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     rows = load_rows(Config(dataset_name=str(tmp_path / "a.jsonl"), val_set_size=0), "train")
@@ -721,7 +695,7 @@ def test_one_of_two_columns_is_found_by_its_name() -> None:
     rows = recognised(data, "here", named={"prompt": "q"})
     assert list(rows) == [chat("hi", "yes")]
     assert rows.description[0] == "1 row of q + Response from here"
-    with pytest.raises(DataError, match="No column goes with other; the data set has: q, other") as caught:
+    with pytest.raises(DataError, match="No column goes with other; the data set has: other, q") as caught:
         recognised(data.remove_columns("Response"), "here", named={"answer": "other"})
     assert caught.value.hint == "name it by prompt_column="
     with pytest.raises(DataError, match="prompt_column and answer_column are the same column, 'q'"):

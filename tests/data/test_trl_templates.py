@@ -122,8 +122,8 @@ def encoder_of(name: str) -> Encoder:
     return Encoder(tokenizer_of(name), chat_date="2026-01-02")
 
 
-def chat(shape: str, *, described: bool = True) -> Chat:
-    return Chat(messages_of(SHAPES[shape]), 0, (TOOL,) if described and shape in WITH_TOOLS else ())
+def chat(shape: str) -> Chat:
+    return Chat(messages_of(SHAPES[shape]), 0, (TOOL,) if shape in WITH_TOOLS else ())
 
 
 def shown(name: str) -> list[str]:
@@ -222,7 +222,7 @@ def test_a_chat_reads_as_transformers_writes_it(name: str) -> None:
 def test_the_prompt_of_generation_is_what_training_saw_before_the_last_answer(name: str) -> None:
     tokenizer, encoder, prompters = tokenizer_of(name), Encoder(tokenizer_of(name)), {}
     for shape in shown(name):
-        row = chat(shape, described=False)
+        row = chat(shape)
         example = encoder.encode(row)
         form: PromptForm = "chat"
         if "without thoughts" in example.remarks:
@@ -232,11 +232,14 @@ def test_the_prompt_of_generation_is_what_training_saw_before_the_last_answer(na
         turns = [message.as_turn() for message in row.messages[:-1]]
         seen = example.input_ids[: last_answer(example).start].tolist()
         prompter = prompters.setdefault(form, Prompter(tokenizer, form))
-        assert prompter.ids(turns) == seen, shape
+        assert prompter.ids({"messages": turns, "tools": [*row.tools]} if row.tools else turns) == seen, shape
         # DeepSeek's takes calls as text, and gpt-oss's drops the thoughts before a call once the answer stands.
         if form == "chat" and not name.startswith("deepseek") and (name[:6], shape) != ("gptoss", "thoughts, tool"):
             asked = tokenizer.apply_chat_template(
-                turns_for(name, shape)[:-1], tokenize=False, add_generation_prompt=True
+                turns_for(name, shape)[:-1],
+                tools=[*row.tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
             )
             assert tokenizer.decode(seen).startswith(asked), shape
     assert example.input_ids[last_answer(example).stop - 1] in Prompter(tokenizer).ends

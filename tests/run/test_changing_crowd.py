@@ -127,7 +127,7 @@ def test_two_processes_stop_at_the_same_step(trials: Trials, server: ForkServer)
 
 # Agents with rows of their own
 
-OWN_ROWS: Final = ("{seed: 1, data_seed: 5}", "{seed: 2, max_train_samples: 5}", "{seed: 3}")
+OWN_ROWS: Final = ("{seed: 1, max_train_samples: 9}", "{seed: 2, max_train_samples: 5}", "{seed: 3}")
 
 
 def own_rows(*entries: str) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from ci_llm.data.batches import pack
 from ci_llm.data.tokens import Example
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.logs.run_log import RunLog
-from ci_llm.run import job, loop
+from ci_llm.run import loop
+from ci_llm.run.end import attempt
 from ci_llm.run.end.mirroring import RunMirror
 
 pytestmark = pytest.mark.usefixtures("threads_as_they_were")
@@ -46,7 +47,6 @@ SMALL = [
     "save_steps=2",
 ]
 SMALL += ["logging_steps=2", "max_train_samples=20", "num_workers=0", "learning_rate=5e-3", "save_total_limit=2"]
-SMALL += ["write_report=false"]
 
 
 def train(folder: Path, *words: str) -> int:
@@ -248,8 +248,8 @@ def test_another_version_of_a_library_is_named_and_not_refused(
     ("words", "grade"),
     [
         (
-            ["learning_rate=1e-3", "tf32=true"],
-            "sample-exact (tf32 False -> True); another run from here on (learning_rate)\n",
+            ["learning_rate=1e-3", "use_gradient_checkpointing=true"],
+            "sample-exact (use_gradient_checkpointing False -> True); another run from here on (learning_rate)\n",
         ),
         (["max_train_samples=10"], "bitwise; another run from here on (max_train_samples, training rows)\n"),
         (["logging_steps=1"], "bitwise\n"),
@@ -513,7 +513,7 @@ def test_a_disk_that_is_full_at_the_start_is_recorded_as_a_failure(run: Path, mo
     assert status.first_loss is not None, "the next attempt compares with it"
     assert [failure.reason for failure in read_failures(run, 2)] == ["disk_full"]
     with monkeypatch.context() as disk:
-        disk.setattr(job, "record_attempt", full)
+        disk.setattr(attempt, "record_attempt", full)
         assert train(run, "max_train_steps=8") == 1
     assert read_status(run).attempt == 2, "the third one has not begun"
     assert train(run, "max_train_steps=8") == 0

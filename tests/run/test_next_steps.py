@@ -13,8 +13,8 @@ import pytest
 
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import load_config
+from ci_llm.run.end.attempt import command_line
 from ci_llm.run.end.result import next_steps
-from ci_llm.run.end.shutdown import command_line
 
 ROOT = Path(__file__).parents[2]
 PRESET = "configs/qwen2.5_0.5b_gsm8k.yaml"

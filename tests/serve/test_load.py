@@ -20,8 +20,8 @@ import pytest
 from ci_llm.crowd.decoder import Decoder
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput
-from ci_llm.serve.options import Options
-from ci_llm.serve.start import of_run, run_until_signal
+from ci_llm.serve import Options
+from ci_llm.serve.app import of_run, run_until_signal
 from tests.serve.listening import Listening, chat
 from tests.support import campaign
 from tests.support.children import Child

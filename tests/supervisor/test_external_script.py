@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ci_llm.core.run_status import is_alive
-from ci_llm.supervisor.attempt import AttemptResult
+from ci_llm.supervisor.child import AttemptResult
 from ci_llm.supervisor.external_script import ExternalScript, Resumption
 from ci_llm.supervisor.options import parse_options
 from ci_llm.supervisor.output_scan import Evidence
@@ -396,6 +396,7 @@ def test_a_full_disk_under_our_output_does_not_stop_the_training(folder: Path) -
             (["--max-retires", "3"], ["there is no option --max-retires", "did you mean --max-retries?"]),
             (["--", "no-such-program"], ["it cannot be started: No such file"]),
             (["--train-script", "fit.py", "--lr-key", "a.b"], ["a.b has no value that is a number"]),
+            (["--train-script", "fit.py", "--scale-with-batch", "a"], ["--scale-with-batch a", "no value"]),
         ],
         3,
     ),

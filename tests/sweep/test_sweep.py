@@ -21,7 +21,7 @@ from ci_llm.cli.main import main
 from ci_llm.config import parse_config
 from ci_llm.core.run_status import read_status
 from ci_llm.run import loop
-from ci_llm.run.end import shutdown
+from ci_llm.run.end import attempt
 from ci_llm.sweep.sweep import Sweep
 from tests.sweep.trials import KEYS, LOADED, by_hand, called, facts, record, single, words
 from tools.testbed.forkserver import ForkServer
@@ -88,7 +88,7 @@ def test_the_job_of_a_sweep_is_put_back_when_its_own_status_is_written(
     real = loop.apply_gradients
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shutdown, "requeue", requeue)
+    monkeypatch.setattr(attempt, "requeue", requeue)
     monkeypatch.setattr(loop, "apply_gradients", struck)
     assert main(["sweep", "--config", os.devnull, *words()]) == 75
     assert seen == ["interrupted"]
@@ -324,7 +324,6 @@ def test_a_sweep_in_which_every_trial_fails_has_failed(server: ForkServer, new_f
 def test_the_loop_in_python_comes_to_the_same(server: ForkServer, undisturbed: Path, new_folder: Folder) -> None:
     folder = new_folder()
     keys = {**KEYS, "learning_rate": [1e-3, 2e-3, 4e-3, 8e-3], "save_interval_seconds": None, "eval_steps": None}
-    keys |= {"async_save": False}
     assert server.run(by_hand, folder / "log", folder=str(folder), keys=keys) == [0], (folder / "log").read_text()
     ours, theirs = record(folder), record(undisturbed)
     for part in ("trials", "segments", "best", "plan", "spaces", "complete"):

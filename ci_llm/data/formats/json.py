@@ -8,16 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 import fsspec  # type: ignore[import-untyped]
-import pyarrow as pa  # type: ignore[import-untyped]
-import xxhash
-from datasets import ArrowBasedBuilder, BuilderConfig, DatasetInfo, Features, SplitGenerator, Value
-from datasets.builder import Key
+from datasets import Dataset, Features, Value
 
 from ci_llm.data.formats import FileFormat
 from ci_llm.data.rows import DECODER, JsonRows, is_unicode
@@ -26,59 +22,30 @@ from ci_llm.data.rows import DECODER, JsonRows, is_unicode
 _VERSION: Final = 1
 #: A row as JSON, and the columns that no row before it has, as a list in JSON.
 _FEATURES: Final = Features({JsonRows.TEXT: Value("string"), "new": Value("string")})
-#: So many characters of rows are written together.
-_CHARACTERS: Final = 4 << 20
 _SPACE: Final = re.compile(r"\s*")
 
 
 def _read(files: Sequence[Path]) -> JsonRows:
     """The `json` builder of `datasets` takes the types of the first 10 MB for those of all rows: one number among later
     texts puts quotes around all of them, texts that look like dates become dates, and 4 beside 0.5 becomes 4.0."""
-    stamps = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    content = xxhash.xxh3_128_hexdigest(json.dumps([_VERSION, stamps]).encode())
-    builder = _Builder(config_id=content, files=tuple(map(str, files)))
-    builder.download_and_prepare()
-    kept = builder.as_dataset(split="train")
-    new = kept.data.column("new").drop_null().to_pylist()
-    return JsonRows(kept.select_columns([JsonRows.TEXT]), tuple(chain.from_iterable(map(json.loads, new))))
+    stamps = tuple((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    content = {
+        "files": tuple(map(str, files)),
+        "stamps": stamps,
+        "version": _VERSION,
+    }  # each entry of a list is a shard
+    rows = Dataset.from_generator(_texts, features=_FEATURES, gen_kwargs=content)  # mapped, not held in memory
+    new = rows.data.column("new").drop_null().to_pylist()
+    return JsonRows(rows.select_columns([JsonRows.TEXT]), tuple(chain.from_iterable(map(json.loads, new))))
 
 
-@dataclass
-class _Files(BuilderConfig):  # type: ignore[misc]
-    files: tuple[str, ...] = ()
-
-
-class _Builder(ArrowBasedBuilder):  # type: ignore[misc]
-    """Keeps rows in the cache of `datasets`, which is mapped: they need not fit into memory."""
-
-    BUILDER_CONFIG_CLASS = _Files
-
-    def _info(self) -> DatasetInfo:
-        return DatasetInfo(features=_FEATURES)
-
-    def _split_generators(self, dl_manager: Any) -> list[SplitGenerator]:
-        return [SplitGenerator("train", gen_kwargs={"files": self.config.files})]
-
-    def _generate_tables(self, files: Sequence[str]) -> Iterator[tuple[Key, Any]]:
-        texts: list[str] = []
-        new: list[str | None] = []
-        known: set[str] = set()
-        size = tables = 0
-        for text, row in chain.from_iterable(map(_rows, map(Path, files))):
-            unknown = [name for name in row if name not in known]
-            known.update(unknown)
-            texts.append(text)
-            new.append(json.dumps(unknown) if unknown else None)
-            size += len(text)
-            if size > _CHARACTERS:
-                yield Key(0, tables), _table(texts, new)
-                texts, new, size, tables = [], [], 0, tables + 1
-        if texts:
-            yield Key(0, tables), _table(texts, new)
-
-
-def _table(texts: list[str], new: list[str | None]) -> Any:
-    return pa.Table.from_arrays([pa.array(texts, pa.string()), pa.array(new, pa.string())], names=[*_FEATURES])
+def _texts(files: Sequence[str], **_stamps: object) -> Iterator[dict[str, str | None]]:
+    """The rows as `_FEATURES` has them."""
+    known = set[str]()
+    for text, row in chain.from_iterable(map(_rows, map(Path, files))):
+        new = [name for name in row if name not in known]
+        known.update(new)
+        yield {JsonRows.TEXT: text, "new": json.dumps(new) if new else None}
 
 
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
