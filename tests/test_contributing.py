@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.children import START
-from tools import processors
 from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parent.parent
@@ -169,11 +168,6 @@ def test_every_recipe_is_used() -> None:
 @pytest.mark.parametrize("recipe", USES)
 def test_a_recipe_is_one_file(recipe: str, wrong: dict[str, str]) -> None:
     assert recipe not in wrong, wrong[recipe]
-
-
-def test_the_last_run_of_every_emulation_is_on_record() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `(\w+=\w+)` \| \d+ \| \d+ \| \d+ \|$", text, re.MULTILINE) == [*processors.EMULATIONS]
 
 
 #: A wait that ends after seconds which somebody has guessed.

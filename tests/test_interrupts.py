@@ -14,7 +14,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -122,15 +121,6 @@ def test_termination_that_is_held_back_arrives_afterwards(interrupts: Interrupts
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
-def test_sending_a_signal_to_a_process_that_is_gone_returns_false() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert interrupts_module.send(child.pid, "SIGTERM")
-    assert child.wait(DEADLINE_S) == -signal.SIGTERM
-    assert not interrupts_module.send(child.pid, "SIGTERM")
-    assert child.stdin is not None
-    child.stdin.close()
-
-
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSTOP", "SIGNONE", "TERM"])
 def test_a_signal_that_cannot_be_caught_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
@@ -163,13 +153,6 @@ def test_handlers_and_the_wakeup_fd_come_back() -> None:
         os.close(read_fd)
         os.close(write_fd)
     assert "ci_llm signals" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_a_handler_that_other_code_installed_later_stays() -> None:
-    before = signal.getsignal(signal.SIGUSR2)
-    with Interrupts(announce=lambda _line: None):
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    assert signal.signal(signal.SIGUSR2, before) == signal.SIG_IGN
 
 
 def test_at_the_end_of_a_program_its_signals_are_ignored_and_the_handler_of_other_code_stays(
@@ -313,28 +296,6 @@ def test_ctrl_c_twice_raises_where_bytecode_runs_and_a_third_one_ends_the_proces
         assert exit_codes.get() == 130
 
 
-def test_ctrl_c_twice_ends_the_process_when_the_main_thread_has_had_its_time(exit_codes: queue.Queue[int]) -> None:
-    with Interrupts(announce=lambda _line: None, abort_grace_s=0) as one:
-        send(signal.SIGINT)
-        assert one.wait(DEADLINE_S)
-        with contextlib.suppress(KeyboardInterrupt):  # if the handler runs after the listener
-            send(signal.SIGINT)
-            one._raised.wait(0)
-        assert exit_codes.get(timeout=DEADLINE_S) == 130
-
-
-def test_a_signal_that_the_main_thread_does_not_take_is_sent_again(
-    exit_codes: queue.Queue[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[int] = []
-    monkeypatch.setattr(signal, "pthread_kill", lambda _thread, number: sent.append(number))
-    one = Interrupts(announce=lambda _line: None)
-    monkeypatch.setattr(one._raised, "wait", lambda _seconds: len(sent) == 2)
-    one._abort()
-    assert (sent, one._own_sigints) == ([signal.SIGINT] * 2, 2)
-    assert exit_codes.empty()
-
-
 # Children
 
 
@@ -418,34 +379,6 @@ def test_a_worker_ends_when_the_process_that_created_it_terminates_it(method: st
         worker.kill()
 
 
-class Ended(BaseException):
-    """Stands for the end of the process."""
-
-
-@pytest.mark.parametrize(
-    ("heard", "parents"),
-    [
-        ([(signal.SIGTERM, 3), (signal.SIGHUP, 0), (signal.SIGTERM, 2)], itertools.repeat(1)),
-        ([(signal.SIGTERM, 3), (signal.SIGHUP, 0), (signal.SIGHUP, 0)], iter([1, 1, 4])),
-    ],
-    ids=["its creator terminates it", "its parent is gone"],
-)
-def test_a_worker_ends_only_by_its_creator_or_when_its_parent_is_gone(
-    heard: list[tuple[int, int]], parents: Iterator[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def end(code: int) -> None:
-        raise Ended(code)
-
-    coming = iter([SimpleNamespace(si_signo=number, si_pid=sender) for number, sender in heard])
-    monkeypatch.setattr(interrupts_module.signal, "sigwaitinfo", lambda _numbers: next(coming))
-    monkeypatch.setattr(interrupts_module.os, "getppid", lambda: next(parents))
-    monkeypatch.setattr(interrupts_module.os, "_exit", end)
-    with pytest.raises(Ended) as ended:
-        interrupts_module._end_with_parent(1, {1, 2})
-    assert ended.value.args == (0,)
-    assert [*coming] == [], "what came before has not ended it"
-
-
 def _work_for_nobody() -> None:
     parents = itertools.count(4711)
     interrupts_module.os.getppid = lambda: next(parents)  # type: ignore[method-assign]
@@ -497,7 +430,7 @@ sys.exit(run_command("main", ["train", "num_agent=3"]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_while_the_interpreter_ends_does_not_change_the_exit_code_of_a_program(name: str) -> None:
     with Child.python(ON_THE_WAY_OUT) as child:
         child.read_until("on the way out")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from multiprocessing.context import ForkProcess
@@ -13,7 +12,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 from ci_llm import CheckpointManager, StatefulSampler
-from ci_llm.interrupts import shield_workers, worker_context
+from ci_llm.interrupts import shield_workers
 from tests.support.loader_workers import batches_despite_signals
 
 ROWS = range(64)
@@ -90,14 +89,3 @@ def test_a_loader_is_shielded_once_and_one_without_workers_is_left_alone() -> No
     assert loader.multiprocessing_context is context
     assert alone.multiprocessing_context is None
     assert batches == [[1], [2]]
-
-
-def test_only_workers_that_are_forked_get_another_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    spawn, fork = (multiprocessing.get_context(method) for method in ("spawn", "fork"))
-    assert worker_context(spawn) is spawn
-    own = worker_context(fork)
-    assert own is not fork
-    assert worker_context(own) is own, "a context of its own is not replaced"
-    for method, is_other in (("fork", True), ("spawn", False)):
-        monkeypatch.setattr(multiprocessing, "get_start_method", lambda allow_none, method=method: method)
-        assert (worker_context() is not None) is is_other

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import proof
-from benchmarks.proof import MOVED_AT, SAVE_STEPS, Form, Job, Proof, prove
+from benchmarks.proof import MOVED_AT, SAVE_STEPS, Form, Proof, prove
 from tests.support.story_rows import write_stories
 
 TINY = Form((2e-3, 8e-3), (4,), steps=12, rows=4, validation=8, test=8, rivals=0, by_steps=True)
@@ -57,16 +56,3 @@ def test_a_proof_with_another_byte_does_not_hold() -> None:
     assert not replace(found, fills=0).holds
     for name in ("undisturbed", "killed"):
         assert not replace(found, digests={**found.digests, name: ["a", "c"]}).holds
-
-
-def test_a_job_that_fails_by_itself_ends_the_proof(tmp_path: Path) -> None:
-    job = Job(TINY, "embedded", tmp_path, TINY.trials, tmp_path / "run")
-    job.log.write_text("error: something")
-    job.check(0)
-    with pytest.raises(SystemExit, match="something"):
-        job.check(2)
-
-
-def test_trials_have_seeds_and_so_the_same_bits_alone() -> None:
-    assert (len(proof.FULL.trials), proof.FULL.rivals) == (8, 4)
-    assert {trial["seed"] for trial in proof.FULL.trials} == {proof.SEED}

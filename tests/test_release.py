@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -80,25 +79,6 @@ def test_the_pins_can_be_installed_on_the_oldest_python_promised() -> None:
         wrong += [f"{name}: {one}" for one, pin in versions if pin and not one.specifier.contains(pin, True)]
     assert seen >= {canonicalize_name(each.name) for each in dependencies(PYPROJECT)}, "the pins are installed here"
     assert wrong == []
-
-
-@pytest.mark.slow
-def test_pip_resolves_the_pins_on_the_oldest_python_promised(tmp_path: Path) -> None:
-    """Of what the package cannot do without there are wheels for it, which fit together."""
-    options = ["--dry-run", "--ignore-installed", "--no-cache-dir", "--target", str(tmp_path), "--quiet"]
-    where = ["--python-version", LEAST, "--only-binary=:all:", "-c", str(ROOT / "constraints.txt")]
-    command = [sys.executable, "-m", "pip", "install", "--retries=0", *options, *where]
-    done = subprocess.run([*command, *map(str, dependencies(PYPROJECT))], capture_output=True, text=True)
-    if "Failed to establish a new connection" in done.stderr or "NameResolutionError" in done.stderr:
-        pytest.skip("the package index cannot be reached; it needs a network")
-    assert done.returncode == 0, done.stderr
-
-
-def test_all_that_name_the_oldest_python_agree() -> None:
-    minor = LEAST.replace(".", "")
-    assert tomllib.loads(PYPROJECT)["tool"]["ruff"]["target-version"] == f"py{minor}"
-    for file in ("README.md", "docs/install.md", "Makefile"):
-        assert set(re.findall(r"Python (\d\.\d+) or newer", (ROOT / file).read_text())) == {LEAST}, file
 
 
 def test_packages_whose_private_names_are_used_have_an_upper_end_after_what_was_tried() -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from tools import same_ends
-from tools.same_ends import Cell, Checkout, RunFailedError, compare, compared
+from tools.same_ends import Cell, Checkout, compare
 
 # Trains by writing the weight; the first run that has committed a step stands still until it is killed.
 TRAIN = """
@@ -50,22 +47,3 @@ def test_trees_are_told_apart_by_one_bit(tmp_path: Path, capsys: pytest.CaptureF
     assert said.count("| cell | yes | 2 of 2 | 2 of 2 |") == 2
     assert said.count("| cell | yes | 1 of 2 | 1 of 2 |") == 1
     assert "does not have, and is not given: adam_beta1, " in said
-
-
-def test_a_tensor_that_one_run_lacks_counts(tmp_path: Path) -> None:
-    for name, tensors in {"one": ["a", "b"], "other": ["b", "c"]}.items():
-        folder = tmp_path / name / "final_checkpoint/agent0"
-        folder.mkdir(parents=True)
-        save_file({each: np.ones(1, np.float32) for each in tensors}, folder / "adapter_model.safetensors")
-    assert compared(tmp_path / "one", tmp_path / "other") == (1, 3)
-    with pytest.raises(RunFailedError, match="has adapters"):
-        compared(tmp_path, tmp_path)
-
-
-def test_every_cell_gives_its_rows_and_what_decides_bits(tmp_path: Path) -> None:
-    same_ends.write_rows(tmp_path)
-    for name, cell in same_ends.CELLS.items():
-        keys = same_ends.KEYS | cell.keys
-        names = [keys["dataset_name"], *(own["dataset_name"] for own in keys.get("agents", ()))]
-        assert all(file == "embedded" or (tmp_path / file).stat().st_size for file in names), name
-        assert cell.template == (keys["dataset_name"] in ("embedded", "pairs.jsonl")), name

@@ -151,14 +151,6 @@ def _torn(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def _torn_early(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:1000])
-
-
-def _empty(file: Path) -> None:
-    file.write_bytes(b"")
-
-
 def _foreign(file: Path) -> None:
     file.write_bytes(b"PK\x03\x04" * 1000)
 
@@ -181,8 +173,6 @@ def _without_a_layer(file: Path) -> None:
 
 DAMAGE = {
     _torn: "its tensors end at byte",
-    _torn_early: "cannot be read as a base",
-    _empty: "empty file",
     _foreign: "not a GGUF file",
     _gone: "No such file",
     _of_another_architecture: "architecture mamba9 is not supported",

@@ -188,14 +188,6 @@ def test_a_base_with_weights_of_another_library_is_refused() -> None:
         Crowd(model, SETTINGS, "toy")
 
 
-@pytest.mark.parametrize("places", [{"": "disk"}, {"a": "cpu", "b": 0}, {"a": 0, "b": "disk"}])
-def test_an_offloaded_base_is_refused(places: dict[str, Any]) -> None:
-    model = toy("llama", torch.float32)
-    model.hf_device_map = places
-    with pytest.raises(ModelError, match="loaded for each pass"):
-        Crowd(model, SETTINGS, "toy")
-
-
 def test_a_quantised_base_with_agents_has_the_fingerprint_that_it_was_loaded_with(folder: Path) -> None:
     base = load_base(str(folder), "fp32", "cpu", "nf4")
     Crowd(base.model, SETTINGS, str(folder))

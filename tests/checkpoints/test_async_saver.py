@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ci_llm.checkpoints import async_saver
-from ci_llm.checkpoints.async_saver import Arena, AsyncSaver, Copy, finish_at_exit, owned_memory
+from ci_llm.checkpoints.async_saver import Arena, Copy
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.layout import numbered_steps
 from ci_llm.checkpoints.manager import CheckpointManager
@@ -134,15 +130,6 @@ def test_what_is_not_an_optimizers_may_change_at_once(training: Training, tmp_pa
         assert contents(dict(manager.restore(1))) == before
 
 
-def test_only_what_an_optimizer_owns_is_left_for_later(training: Training) -> None:
-    entries = hand_off(training.state)
-    copy = Copy(Arena(), entries, owned_memory([training.optimizer]))
-    parameters, moments = 6, 3 * 6  # with AdamW's step
-    assert len(copy._tensors) == parameters + moments
-    everything = [tensor for entry in entries for tensor in entry.tensors]
-    assert len(everything) == parameters + moments + 3 + 1  # of the batch norm, and the array
-
-
 def test_without_optimizers_the_state_is_copied_at_the_call(training: Training, tmp_path: Path, gate: Gate) -> None:
     with CheckpointManager(tmp_path) as manager:
         before = contents(training.state)
@@ -188,22 +175,6 @@ def test_an_optimizer_made_later_is_watched_until_the_manager_closes(training: T
         manager.save(1, training.state)
         assert len(training.optimizer._optimizer_step_pre_hooks) == 1
     assert not training.optimizer._optimizer_step_pre_hooks
-
-
-def test_the_arena_is_kept_and_grows(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Arena()
-    first = kept.reserve(hand_off(training.state))
-    training.step()
-    assert kept.reserve(hand_off(training.state)) is first
-    size = kept.nbytes
-    kept.reserve(hand_off({"small": torch.zeros(3)}))
-    assert kept.nbytes == size
-    snapshot = Copy(
-        kept, hand_off({"a": {"w": torch.ones(1000)}, "b": {"v": torch.ones(3, dtype=torch.int8)}})
-    ).finish()
-    assert kept.nbytes > size
-    assert [len(image.parts) for image in snapshot.files.values()] == [2, 2]  # a header and one piece, to write and sum
-    assert async_saver.ALIGNMENT % 8 == 0
 
 
 def test_a_save_that_is_due_while_one_is_in_flight_waits_and_says_so(
@@ -326,90 +297,3 @@ def test_a_page_locked_block_is_freed_before_a_larger_one_is_allocated(monkeypat
     for size, times in ((8, 0), (8, 0), (4096, 1), (16, 1)):
         arena.reserve(hand_off({"w": torch.ones(size)}))
         assert len(freed) == times
-
-
-def test_the_copy_of_a_gpu_waits_for_the_work_that_is_queued_and_is_whole_when_it_is_returned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The tensors are on a CPU and claim to be on a GPU; tests/accelerator has real device tensors."""
-    done: list[object] = []
-
-    class Stream:
-        def __init__(self, device: torch.device) -> None:
-            done.append("a stream is made")
-
-        def wait_event(self, event: str) -> None:
-            done.append(f"wait for {event}")
-
-        def synchronize(self) -> None:
-            done.append("synchronize")
-
-    class Current:
-        def record_event(self) -> str:
-            return "what is queued"
-
-    @contextlib.contextmanager
-    def entered(where: object) -> Iterator[None]:
-        yield
-        done.append(snapshot_bytes())
-
-    def snapshot_bytes() -> bytes:
-        return b"".join(bytes(body) for body in arena.bodies)
-
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(async_saver, "_allocate", lambda nbytes, pinned: torch.zeros(nbytes, dtype=torch.uint8))
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Current())
-    monkeypatch.setattr(torch.cuda, "stream", entered)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    weight = nn.Parameter(torch.arange(1.0, 4.0))
-    arena, owned = Arena(), owned_memory([torch.optim.SGD([weight])])
-    for begun in (["a stream is made"], []):
-        weight.data += 1
-        whole = weight.detach().numpy().tobytes()
-        copy = Copy(arena, hand_off({"model": {"weight": weight}}), owned)
-        assert snapshot_bytes() != whole, "left for later"
-        [image] = copy.finish().files.values()
-        assert image.parts[1] == whole
-        assert done == [*begun, "wait for what is queued", whole, "synchronize"]
-        done.clear()
-
-
-def test_waiting_for_a_save_does_not_consume_one_begun_meanwhile() -> None:
-    saver, later = AsyncSaver(), Future[None]()
-
-    class First(Future[None]):
-        def result(self, timeout: float | None = None) -> None:
-            saver._job = later  # another thread, which has waited for the first one as well
-
-    saver._job = First()
-    saver.wait()
-    assert saver.busy
-    later.set_exception(CheckpointError("the disk is gone"))
-    with pytest.raises(CheckpointError, match="the disk is gone"):
-        saver.wait()
-    saver.close()
-
-
-@pytest.mark.parametrize("forked", [False, True])
-def test_a_failed_save_is_reported_at_the_exit_of_the_process_that_saved_and_not_of_a_fork(
-    forked: bool, said: list[str], failing: Callable[[], AsyncSaver]
-) -> None:
-    finish_at_exit(failing(), os.getppid() if forked else os.getpid())
-    assert said == ([] if forked else ["the last checkpoint was not saved: the disk is gone"])
-
-
-@pytest.fixture
-def failing() -> Iterator[Callable[[], AsyncSaver]]:
-    """Makes a saver whose last save has failed."""
-    made: list[AsyncSaver] = []
-
-    def make() -> AsyncSaver:
-        made.append(AsyncSaver())
-        made[-1]._job = Future()
-        made[-1]._job.set_exception(CheckpointError("the disk is gone"))
-        return made[-1]
-
-    yield make
-    for saver in made:
-        saver.close()

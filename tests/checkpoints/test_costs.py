@@ -39,15 +39,6 @@ def times_read(read: dict[str, int], folder: Path) -> set[float]:
     return {read.get(str(path), 0) / size for path, size in sizes.items()}
 
 
-def test_a_resumed_loop_reads_every_byte_once(run: Path) -> None:
-    with CheckpointManager(run, async_save=False) as manager, costs.bytes_read() as read:
-        assert manager.latest_step() is not None
-        manager.restore(manager.latest_step(), into={**STATE, "train_state": {"step": 0}})
-        assert manager.save(3, STATE)
-    assert times_read(read, run / "checkpoint_step_2") == {1}
-    assert times_read(read, run / "checkpoint_step_1") == {0}
-
-
 def test_a_resumed_run_reads_every_byte_once(run: Path) -> None:
     config = load_config(None, [f"output_dir={run}"])
     with CheckpointManager(run, async_save=False) as manager, costs.bytes_read() as read:
@@ -75,15 +66,6 @@ def test_a_restore_returns_what_was_verified_and_a_newer_step_is_seen(run: Path)
         assert reader.latest_step() == 3
         (run / "checkpoint_step_3" / "n.json").write_text("4")
         assert reader.restore(3) == {"n": 3}
-
-
-def test_a_verified_checkpoint_is_dropped_from_memory_after_its_use(run: Path) -> None:
-    with CheckpointManager(run, async_save=False) as manager:
-        for ends in (lambda: manager.restore(2), lambda: manager.save(3, STATE), manager.reload):
-            manager.latest_step()
-            assert manager._opened is not None
-            ends()
-            assert manager._opened is None
 
 
 @pytest.mark.parametrize("backend", ["vanilla", "distributed"])

@@ -23,7 +23,7 @@ from ci_llm.checkpoints.state_files import hand_off, read_snapshot, snapshot_of
 from ci_llm.core.typed_json import dump_json
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint
 from tests.support.bit_flips import noticed, write_in_parts
-from tests.support.campaign import size
+from tests.support.campaign import sampled_cases, size
 from tools.testbed import crews
 from tools.testbed.forkserver import ForkServer
 
@@ -89,14 +89,18 @@ def test_each_process_writes_its_share_and_agents_stay_whole_files(world: World)
 # One fails, nobody commits, everybody hears
 
 
-@pytest.mark.parametrize(("victim", "fault"), [(1, "disk"), (0, "disk"), (1, "bug"), (0, "bug")])
-@pytest.mark.parametrize("behind", [False, True])
+FAILING = [(victim, fault, behind) for fault in ("disk", "bug") for victim in (1, 0) for behind in (False, True)]
+
+
+@pytest.mark.parametrize(("victim", "fault", "behind"), sampled_cases(FAILING, [FAILING[n] for n in (0, 3, 5, 6)]))
 def test_a_save_that_fails_in_one_process_is_not_committed(world: World, victim: int, fault: str, behind: bool) -> None:
     world.run(crews.failing, 3, victim=victim, fault=fault, behind=behind)
 
 
-@pytest.mark.parametrize(("ranks", "victim"), [(2, 1), (2, 0), (4, 2)])
-@pytest.mark.parametrize("behind", [False, True])
+KILLED = [(ranks, victim, behind) for ranks, victim in ((2, 1), (2, 0), (4, 2)) for behind in (False, True)]
+
+
+@pytest.mark.parametrize(("ranks", "victim", "behind"), sampled_cases(KILLED, [KILLED[n] for n in (0, 3, 5)]))
 def test_a_process_killed_while_writing_commits_nothing_and_leaves_no_peer_waiting(
     world: World, ranks: int, victim: int, behind: bool
 ) -> None:

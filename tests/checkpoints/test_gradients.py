@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import signal
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from ci_llm.checkpoints.checkpoint import Checkpoint, compare, load_checkpoint
-from ci_llm.checkpoints.contributions import KEY, Gradients
+from ci_llm.checkpoints.contributions import KEY
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.distributed.side_channel import TorchProcessGroup
 from ci_llm.errors import ForeignCheckpoint
 from tools.testbed.forkserver import ForkServer
 
@@ -155,18 +152,6 @@ def test_a_loop_that_clears_before_its_saves_may_save_its_last_step_before(told:
         step(model, optimizer, 3, clear_first=True)  # stopped between the step and `zero_grad`
         manager.save(3, objects)
         assert KEY not in manager.restore(3)
-
-
-def test_a_manager_that_is_dropped_or_closed_follows_no_steps(tmp_path: Path) -> None:
-    model, optimizer = ingredients()
-    dropped, closed = Gradients(TorchProcessGroup()), Gradients(TorchProcessGroup())
-    closed.close()
-    alive = weakref.ref(dropped)
-    del dropped
-    gc.collect()
-    assert alive() is None, "the hook of torch holds no manager"
-    step(model, optimizer, 0, clear_first=True)
-    assert closed.are_waiting({"optimizer": optimizer}), "it has not seen that step"
 
 
 def test_going_back_drops_the_gradients_that_wait_now(tmp_path: Path) -> None:

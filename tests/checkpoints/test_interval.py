@@ -10,7 +10,6 @@ import pytest
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.policy import FIRST_S, PRIOR_S, BestInterval, FailureHistory, best_interval_s
-from ci_llm.config import parse_config
 from ci_llm.interrupts import Interrupts
 
 
@@ -49,18 +48,6 @@ def test_the_interval_follows_what_is_measured_and_says_so(said: list[str]) -> N
     assert interval.seconds == 300.0
     assert len(said) == 2  # when it had more than doubled, and not at every step of the way
     assert "saves every 2 min 32 s" in said[1]
-
-
-def test_the_last_twenty_saves_count_and_a_shorter_interval_is_reported_too(said: list[str]) -> None:
-    by_stall, by_save = BestInterval(lambda: 0.0), BestInterval(lambda: 0.0)
-    for seconds, times, median in ((30.0, 50, 30.0), (10.0, 10, 20.0), (10.0, 1, 10.0)):
-        for _ in range(times):
-            by_stall.measured(seconds, 0.0)
-            by_save.measured(0.0, seconds)
-        assert by_stall.seconds == pytest.approx(best_interval_s(median, PRIOR_S))
-        assert by_save.seconds == pytest.approx(10 * median)
-    assert len(said) == 3  # the stalls' interval has not even halved
-    assert "saves every 1 min 40 s" in said[2]
 
 
 def live(folder: Path, step: int, *, lived_s: float, stopped: bool = False, finished: bool = False) -> FailureHistory:
@@ -102,17 +89,3 @@ def test_a_manager_saves_at_the_first_interval_and_then_as_often_as_is_best(tmp_
                 manager.wait_until_finished()
                 manager._interval._stalls, manager._interval._saves = [0.0], [3.0]
     assert saved == [5, 8, 11, 14, 17]
-
-
-def test_the_configuration_accepts_an_automatic_interval() -> None:
-    assert parse_config("save_interval_seconds: auto\n", "here").save_interval_seconds == "auto"
-    assert parse_config("save_interval_seconds: 1h\n", "here").save_interval_seconds == 3600.0
-
-
-def test_a_failure_a_day_is_assumed_and_no_interval_is_shorter_than_a_second() -> None:
-    assert FailureHistory().mtbf_s == 24 * 3600
-    clock = iter([1000.0, *[1060.0] * 9])
-    interval = BestInterval(lambda: next(clock))
-    interval.measured(1e-9, 1e-9)
-    assert interval.seconds == 1.0
-    assert interval.record(left=False)["endurance"]["seconds"] == 60.0

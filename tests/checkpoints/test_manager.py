@@ -5,17 +5,13 @@ from __future__ import annotations
 import errno
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -35,7 +31,6 @@ from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, CheckpointStore
 from ci_llm.core.typed_json import load_json
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint, WriterBusy
 from tests.support import campaign, loops
-from tests.support.log_lines import on_log
 from tools.testbed.disks import CachedDisk, FailingDisk
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
@@ -213,15 +208,6 @@ def test_any_nested_state_comes_back_bit_for_bit(state: dict[str, Any]) -> None:
         assert same(read_snapshot(snapshot.forms, files), state)
 
 
-def test_a_flat_dict_keeps_its_order_whatever_the_types() -> None:
-    state = {
-        name: torch.ones(1, dtype=dtype) for name, dtype in zip("dacb", 2 * [torch.int8, torch.float64], strict=True)
-    }
-    snapshot = take_snapshot({"a": state})
-    files = {name: b"".join(image.parts) for name, image in snapshot.files.items()}
-    assert list(read_snapshot(snapshot.forms, files)["a"]) == list("dacb")
-
-
 @pytest.mark.slow
 @given(st.dictionaries(st.text(min_size=1, max_size=4), tensors, min_size=1, max_size=5))
 def test_the_library_reads_what_our_writer_writes(state: dict[str, Tensor]) -> None:
@@ -262,15 +248,6 @@ def test_a_value_that_cannot_be_saved_is_refused_with_its_address(
 def test_a_state_is_a_dict_whose_keys_name_files(managers: Any, state: Any) -> None:
     with pytest.raises(CheckpointError, match="a state is a dict"):
         managers().save(1, state)
-
-
-def test_an_interval_of_no_steps_and_a_step_before_the_first_are_refused(managers: Any) -> None:
-    with pytest.raises(CheckpointError, match="multiples of 1"):
-        managers(save_interval_steps=0)
-    manager = managers()
-    with pytest.raises(ValueError, match="counts from 0"):
-        manager.save(-1, {})
-    assert manager.save(np.int64(3), {})  # type: ignore[arg-type]
 
 
 def test_info_is_in_the_manifest_and_may_not_use_its_keys(managers: Any) -> None:
@@ -368,14 +345,6 @@ def test_an_object_that_refuses_its_state_is_a_foreign_checkpoint(
     assert refused.value.where in ("models[0]", "optimizer")
 
 
-def test_targets_that_cannot_be_filled_are_refused_before_anything_changes(managers: Any) -> None:
-    manager, mine = managers(), torch.zeros(3)
-    manager.save(1, {"first": torch.ones(3), "second": {"w": torch.ones(3)}})
-    with pytest.raises(ForeignCheckpoint, match="a mappingproxy, which cannot be filled"):
-        manager.restore(1, into={"first": mine, "second": MappingProxyType({"w": torch.zeros(3)})})
-    assert not mine.any()
-
-
 def test_lists_tuples_and_tensors_are_filled_in_place(managers: Any) -> None:
     first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     weight = torch.ones(3, requires_grad=True)
@@ -390,30 +359,6 @@ def test_lists_tuples_and_tensors_are_filled_in_place(managers: Any) -> None:
     assert into["pair"][0] is mine
     assert into["pair"][1] == 4
     assert mine.tolist() == [1, 1, 1]
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-def test_containers_of_other_types_take_the_state_that_was_saved_from_them(managers: Any) -> None:
-    def objects(value: float) -> dict[str, Any]:
-        weight = torch.full((2,), value)
-        plain = {"ordered": OrderedDict(a=value), "counted": Counter(a=1), "named": Pair(value, 1)}
-        return {**plain, "ordered_weights": OrderedDict(w=weight), "named_weights": Pair(weight, value)}
-
-    manager = managers()
-    manager.save(1, objects(1.0))
-    into = objects(0.0)
-    manager.restore(1, into=into)
-    assert into["ordered"] == {"a": 1.0}
-    assert into["counted"] == {"a": 1}
-    assert into["named"] == (1.0, 1)
-    assert isinstance(into["ordered_weights"], OrderedDict)
-    assert into["ordered_weights"]["w"].tolist() == [1, 1]
-    assert into["named_weights"].first.tolist() == [1, 1]
-    assert into["named_weights"].second == 1.0
 
 
 def test_a_path_that_is_missing_or_damaged_is_an_error(managers: Any, tmp_path: Path) -> None:
@@ -457,38 +402,6 @@ def test_the_best_step_is_found_again_after_going_back(managers: Any, max_to_kee
     assert manager.best_step() == 2
 
 
-def test_a_loop_may_use_one_dict_for_the_metrics_of_all_steps(managers: Any) -> None:
-    manager = managers(best_fn=lambda metrics: metrics["score"], max_to_keep=1)
-    metrics = {}
-    for step, metrics["score"] in enumerate([9, 5, 7]):
-        manager.save(step, {"a": 1}, metrics=metrics)
-    assert manager.all_steps() == [0, 2]
-    assert manager.best_step() == 0
-
-
-def test_the_loop_may_work_in_another_folder_while_a_save_is_in_flight(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-    with CheckpointManager("run") as manager:
-        manager.save(0, {"a": 1})
-        monkeypatch.chdir(tmp_path / "elsewhere")
-        manager.save(1, {"a": 2})
-        assert manager.all_steps() == [0, 1]
-    assert CheckpointManager(tmp_path / "run").restore(1) == {"a": 2}
-
-
-def test_two_managers_and_one_folder(managers: Any) -> None:
-    first, second = managers(), managers()
-    first.save(1, {"a": 1})
-    assert second.latest_step() == 1
-    with pytest.raises(WriterBusy, match=f"this very process .process {os.getpid()} on"):
-        second.save(2, {"a": 2})
-    first.close()
-    assert second.save(2, {"a": 2})
-
-
 def test_no_pickle_is_read_or_written(managers: Any) -> None:
     manager, heard = managers(), []
     watching = [True]
@@ -500,46 +413,6 @@ def test_no_pickle_is_read_or_written(managers: Any) -> None:
 
 
 # AsyncSaver
-
-
-class GatedDisk(CachedDisk):
-    """Waits before the first byte of a checkpoint until the gate is open."""
-
-    def __init__(self) -> None:
-        self.gate, self.reached = threading.Event(), threading.Event()
-
-    def write(self, handle: int, data: Any) -> int:
-        self.reached.set()
-        assert threading.current_thread() is threading.main_thread() or self.gate.wait(DEADLINE_S)
-        return super().write(handle, data)
-
-
-def test_an_asynchronous_save_holds_the_state_at_the_call(managers: Any) -> None:
-    disk = GatedDisk()
-    manager = managers(disk=disk, async_save=True)
-    manager._store.acquire_lease()
-    weight, info = torch.ones(1000), {"rows": [1]}
-    assert manager.save(1, {"w": weight, "plain": {"a": [1]}}, info=info)
-    assert disk.reached.wait(DEADLINE_S)
-    weight.zero_()
-    info["rows"].append(2)
-    disk.gate.set()
-    manager.wait_until_finished()
-    assert bool((manager.restore(1)["w"] == 1).all())
-    assert manager.verify(1).info == {"rows": [1]}
-
-
-def test_one_save_is_in_flight_and_the_next_waits(managers: Any) -> None:
-    disk = GatedDisk()
-    manager = managers(disk=disk, async_save=True)
-    manager._store.acquire_lease()
-    manager.save(1, {"a": 1})
-    assert disk.reached.wait(DEADLINE_S)
-    assert numbered_steps(manager.directory) == []
-    with on_log(lambda line: disk.gate.set()):  # it says that it waits
-        manager.save(2, {"a": 2})
-    assert 1 in numbered_steps(manager.directory)
-    assert manager.all_steps() == [1, 2]
 
 
 def test_an_error_of_an_asynchronous_save_is_raised_at_the_next_call(managers: Any, tmp_path: Path) -> None:
@@ -605,18 +478,6 @@ def test_a_step_that_was_set_aside_may_be_saved_again(managers: Any, tmp_path: P
     assert manager.save(2, {"a": 4}) is False
 
 
-def test_steps_of_a_run_that_was_set_aside_may_be_saved_again(managers: Any, tmp_path: Path) -> None:
-    manager = managers()
-    assert manager.save(3, {"a": 3})
-    assert manager.holds_lease()
-    place = manager.set_aside([tmp_path / "run" / "checkpoint_step_3"])
-    assert load_checkpoint(place / "checkpoint_step_3").state == {"a": 3}
-    assert manager.latest_step() is None
-    assert manager.save(1, {"a": 1})
-    manager.close()
-    assert not manager.holds_lease()
-
-
 def test_a_process_that_lost_its_peer_takes_over_and_commits_its_last_step(managers: Any) -> None:
     """The dead writer has missed one heartbeat, which is too early for an attempt that lost no peer."""
     dead, survivor = managers(async_save=True), managers(async_save=True)
@@ -669,18 +530,6 @@ def test_a_closed_manager_reads_and_says_why_it_does_not_write(managers: Any) ->
     manager.close()
 
 
-@pytest.mark.parametrize("made_again", [False, True])
-def test_a_folder_that_was_removed_is_not_called_taken_over(managers: Any, tmp_path: Path, made_again: bool) -> None:
-    manager = managers()
-    manager.save(1, {"a": 1})
-    shutil.rmtree(tmp_path / "run")
-    if made_again:
-        (tmp_path / "run").mkdir()
-    with pytest.raises(CheckpointError, match="removed or moved") as told:
-        manager.save(2, {"a": 2})
-    assert not isinstance(told.value, WriterBusy)
-
-
 # Stopping
 
 
@@ -699,19 +548,6 @@ def test_save_and_reached_preemption_see_a_signal_at_the_same_step(managers: Any
     assert manager.latest_step() == 6
     manager.close()
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_request_for_a_save_is_granted_once(managers: Any) -> None:
-    manager = managers(save_interval_steps=100)
-    assert not manager.reached_preemption(1)
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert [manager.save(step, {"step": step}) for step in (2, 3)] == [True, False]
-
-
-def test_a_manager_that_only_saves_leaves_the_signals_alone(managers: Any) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    managers().save(1, {"a": 1})
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
 @pytest.mark.slow
@@ -851,22 +687,3 @@ def test_a_reader_changes_nothing(tmp_path: Path) -> None:
             change()
     reader.close()
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_an_empty_folder_says_that_there_is_nothing_to_restore(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint to restore"):
-        CheckpointManager(tmp_path).restore(None)
-
-
-def test_changes_by_other_processes_are_seen_after_reload(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path) as manager:
-        for step in range(3):
-            manager.save(step, {"step": step})
-        assert not manager.is_saving_in_progress() or manager.check_for_errors() is None
-        manager.wait_until_finished()
-        assert not manager.is_saving_in_progress()
-        manager.check_for_errors()
-        (tmp_path / "checkpoint_step_2" / "manifest.json").write_text("{}")
-        assert not manager.save(2, {"step": 2})
-        manager.reload()
-        assert manager.save(2, {"step": 2})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -90,17 +88,6 @@ def test_every_verb_refuses_it_and_changes_nothing(
     assert str(run) in said.out + said.err
     assert contents(run) == before
     assert not (run / "quarantine").exists()
-
-
-def test_a_list_names_it_as_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoints", "list", str(run)]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in said[1:4]] == [["?", "?"]] * 3
-    assert all("refused" in line for line in said[1:4])
-    assert all(LAST in line for line in said[4:])
-    assert main(["checkpoints", "list", str(run), "--json"]) == 0
-    listed: Any = json.loads(capsys.readouterr().out)["checkpoints"]
-    assert [(each["damage"], LAST in each["refused"]) for each in listed] == [(None, True)] * 3
 
 
 def test_a_new_run_takes_its_place_where_that_is_asked_for(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

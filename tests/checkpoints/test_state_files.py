@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ci_llm.checkpoints.state_files import (
-    StateEntry,
     from_bytes,
     index_name,
     read_safetensors,
@@ -19,16 +18,6 @@ from ci_llm.checkpoints.state_files import (
     to_bytes,
 )
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
-
-
-class Stateful:
-    """An object that has a state."""
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-
-    def state_dict(self) -> Any:
-        return self._state
 
 
 class Shard(Tensor):
@@ -46,11 +35,6 @@ def files_of(state: Any) -> dict[str, bytes]:
     return {name: b"".join(image.parts) for name, image in take_snapshot(state).files.items()}
 
 
-def test_the_address_of_a_refused_value_leads_into_the_state_of_an_object() -> None:
-    with pytest.raises(CheckpointError, match=r"inner\.rows\[1\]: a set has no plain form"):
-        take_snapshot({"a": {"inner": Stateful({"rows": [1, {2}]})}})
-
-
 def test_a_shard_is_refused_with_the_call_that_gives_the_whole_tensor() -> None:
     with pytest.raises(CheckpointError, match=r"one shard of a distributed tensor.*full_tensor\(\)"):
         take_snapshot({"a": torch.zeros(2).as_subclass(Shard)})
@@ -60,12 +44,6 @@ def test_tensors_with_similar_addresses_are_kept_apart() -> None:
     state = {"a": {"b.c": torch.ones(1), "b": {"c": torch.zeros(1), "n": 1}, "__metadata__": torch.full((1,), 2.0)}}
     back = read(files_of(state))
     assert [back["b.c"].item(), back["b"]["c"].item(), back["__metadata__"].item()] == [1.0, 0.0, 2.0]
-
-
-def test_a_dict_of_tensors_has_the_widest_first_and_knows_its_bytes() -> None:
-    entry = StateEntry.flat("a", {"narrow": torch.ones(3, dtype=torch.int8), "wide": torch.ones(2)})
-    assert [tensor.element_size() for tensor in entry.tensors] == [4, 1]
-    assert entry.nbytes == 11
 
 
 def test_a_tree_whose_tensors_lie_in_several_files_is_read_by_its_index() -> None:

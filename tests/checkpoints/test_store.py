@@ -25,14 +25,14 @@ import pytest
 
 from ci_llm.checkpoints import manifest
 from ci_llm.checkpoints.layout import find_checkpoint, numbered_steps
-from ci_llm.checkpoints.lease import HEARTBEATS_PER_TIMEOUT, OWNER_FILE, Lease, Owner, acquire_lease, leftovers
+from ci_llm.checkpoints.lease import HEARTBEATS_PER_TIMEOUT, OWNER_FILE, Lease, Owner, acquire_lease
 from ci_llm.checkpoints.manifest import FORMAT_VERSION, MANIFEST, FileImage, check_name, digest, verify_folder
 from ci_llm.checkpoints.state_files import read_safetensors
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, WRITER_TIMEOUT_S, CheckpointStore
 from ci_llm.core.durable import DISK, Filesystem, write_bytes
 from ci_llm.core.run_status import started_since_boot_s
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, WriterBusy
-from tools.testbed.disks import CachedDisk, FailingDisk, FullDisk, StutteringDisk
+from tools.testbed.disks import CachedDisk, FailingDisk, FullDisk
 from tools.testbed.events import DEADLINE_S
 
 
@@ -123,15 +123,6 @@ def test_a_copied_folder_with_a_higher_number_does_not_hide_later_steps(run: Run
     assert visible(run.directory) == ["checkpoint_step_3", "checkpoint_step_4", "quarantine"]
 
 
-def test_a_limit_of_one_keeps_the_new_one(run: Run) -> None:
-    store = run.open(save_total_limit=1)
-    for step in (1, 2, 3):
-        assert store.save(step, files(step)).saved
-        assert numbered_steps(store.directory) == [step]
-    with pytest.raises(CheckpointError, match="at least one"):
-        run.open(save_total_limit=0)
-
-
 def test_saving_a_step_again_changes_nothing_and_says_so(run: Run) -> None:
     store = run.open()
     store.save(1, files(1))
@@ -200,31 +191,6 @@ def test_a_final_checkpoint_that_finds_no_space_is_dropped_and_the_one_before_st
     assert (run.directory / "final_checkpoint" / "README.md").read_bytes() == b"one"
 
 
-def test_a_folder_that_was_read_is_the_newest_until_another_step_or_manifest_is(run: Run) -> None:
-    store = run.open()
-    store.save(1, files(1))
-    opened = store.open_newest()
-    assert opened is not None
-    assert store.is_newest(opened)
-    assert store.is_newest(opened, at_most=1)
-    assert not store.is_newest(opened, at_most=0)
-    store.save(2, files(2))
-    assert not store.is_newest(opened)
-    assert store.is_newest(opened, at_most=1)
-    (opened.folder / MANIFEST).write_text("{")
-    assert store.is_newest(opened, at_most=1) is False
-
-
-def test_part_of_a_checkpoint_is_written_where_another_process_commits_it(run: Run) -> None:
-    store, draft = run.open(), Path("draft")
-    (run.directory / draft).mkdir(parents=True)
-    one, other = FileImage((b"1",)), FileImage((b"2",))
-    store.write_part(draft, {"one.json": one}, {"one.json": one.record()})
-    assert (run.directory / draft / "one.json").read_bytes() == b"1"
-    with pytest.raises(DamagedCheckpoint):
-        store.write_part(draft, {"other.json": other}, {"other.json": one.record()})
-
-
 def test_a_step_below_0_is_refused(run: Run) -> None:
     with pytest.raises(ValueError, match="counts from 0 on, not -1"):
         run.open().save(-1, files(1))
@@ -275,12 +241,6 @@ def test_readers_of_the_result_find_the_final_checkpoint_first(run: Run) -> None
     found = [find_checkpoint(run.directory, final_first=first) for first in (False, True)]
     assert found == [step, final]
     assert [find_checkpoint(folder) for folder in (step, final)] == [step, final]
-
-
-def test_a_final_checkpoint_is_made_by_the_writer_alone(run: Run) -> None:
-    run.open().acquire_lease()
-    with pytest.raises(WriterBusy):
-        run.open().finish()
 
 
 def test_the_final_checkpoint_stays_where_its_step_could_not_get_a_folder(run: Run) -> None:
@@ -354,27 +314,6 @@ def test_a_disk_that_refuses_a_move_loses_no_checkpoint(
         if moved:
             break
     assert lives > 6
-
-
-def test_deleting_a_step_removes_its_folder(run: Run) -> None:
-    store = run.open()
-    store.save(1, files(1))
-    store.delete(1)
-    assert store.all_steps() == []
-    with pytest.raises(CheckpointError, match="there is no step 1; committed: none"):
-        store.delete(1)
-
-
-def test_reading_changes_nothing(run: Run) -> None:
-    assert run.open().latest() is None
-    assert not run.directory.exists()
-    store = run.open()
-    store.save(1, files(1))
-    store.close()
-    before = names(run.directory)
-    reader = run.open()
-    assert (reader.latest(), reader.all_steps(), reader.verify(1).step) == (1, [1], 1)
-    assert names(run.directory) == before
 
 
 # One writer
@@ -733,17 +672,6 @@ def test_the_lease_is_renewed_until_it_is_released(run: Run) -> None:
         assert not thread.is_alive()
 
 
-def test_the_heartbeat_of_an_attempt_that_was_taken_over_ends(run: Run) -> None:
-    before = set(threading.enumerate())
-    store = run.open(writer_timeout=0.06)
-    store.acquire_lease()
-    (run.directory / ".attempt-1").rename(run.directory / ".taken-over-1-00")
-    [heartbeat] = set(threading.enumerate()) - before
-    heartbeat.join(timeout=DEADLINE_S)
-    assert not heartbeat.is_alive()
-    assert not store.holds_lease()
-
-
 def test_a_heartbeat_that_the_disk_refused_is_tried_again(run: Run) -> None:
     beats = threading.Semaphore(0)
     refusals = [errno.EIO, errno.ESTALE]
@@ -815,15 +743,6 @@ def test_leftovers_of_dead_attempts_are_swept_and_half_moved_checkpoints_arrive(
     young = [".launch-0b.json", ".status.json.0b.partial"]
     assert names(run.directory) == [".attempt-2", *young, "checkpoint_step_1", "superseded"]
     verify_folder(run.directory / "superseded" / "checkpoint_step_2")
-
-
-def test_a_file_that_gets_its_name_during_the_sweep_is_kept(tmp_path: Path) -> None:
-    for name in (".a.partial", ".b.partial"):
-        (tmp_path / name).write_bytes(b"")
-    found = leftovers(tmp_path, time.time() + 1000)
-    assert next(found).name == ".a.partial"
-    (tmp_path / ".b.partial").rename(tmp_path / "b")
-    assert list(found) == []
 
 
 def test_a_disk_that_fails_while_the_lease_is_acquired_is_one_message(run: Run) -> None:
@@ -984,13 +903,6 @@ def test_a_file_without_read_permission_is_not_quarantined(
     assert visible(run.directory) == ["checkpoint_step_1"]
 
 
-def test_a_read_that_fails_once_is_repeated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = run.open()
-    store.save(1, files(1))
-    failing_once(monkeypatch)
-    assert store.latest() == 1
-
-
 def test_a_checkpoint_that_cannot_be_read_back_is_dropped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     store = run.open()
     store.save(1, files(1))
@@ -1108,11 +1020,6 @@ def test_a_huge_header_is_refused(length: int) -> None:
         read_safetensors(length.to_bytes(8, "little") + b"{" + b" " * 100)
 
 
-def test_an_empty_manifest_is_refused_by_name(target: Path) -> None:
-    os.truncate(target / MANIFEST, 0)
-    assert "the manifest is not as it was written: Expecting value" in refused(target)
-
-
 def test_a_huge_manifest_is_not_read(target: Path) -> None:
     os.truncate(target / MANIFEST, 1 << 30)
     assert f"the manifest has {1 << 30} bytes" in refused(target)
@@ -1153,11 +1060,6 @@ def test_older_checkpoints_stay_and_the_next_save_works_whichever_change_fails(
         if disk.changes <= lives or (result.saved and not result.note and not run.said):
             break
     assert lives > 15
-
-
-def test_short_writes_are_completed(run: Run) -> None:
-    assert run.open(disk=StutteringDisk()).save(1, files(1)).saved
-    assert run.open().latest(heal=False) == 1
 
 
 def test_bytes_lost_without_an_error_are_noticed_by_reading_back(run: Run) -> None:

@@ -40,12 +40,6 @@ def test_a_misspelt_option_is_answered_with_the_right_one(
     assert hint in capsys.readouterr().err
 
 
-def test_other_words_stay_as_they_were_typed(parser: Parser) -> None:
-    assert parser.parse_args(["top_p=1", "--", "--max_new_tokens"]).words == ["top_p=1", "--max_new_tokens"]
-    with pytest.raises(ConfigError, match="unrecognized arguments: --max_tokens"):
-        parser.parse_args(["--max_tokens=8"])
-
-
 def test_options_stand_anywhere_among_other_words() -> None:
     parser = Parser("ci-llm ask", description="Ask.", epilog="")
     parser.add_argument("run")

@@ -93,26 +93,6 @@ def test_a_run_on_single_questions_keeps_no_history(crowd: Crowd, capsys: pytest
 
 
 @pytest.mark.slow
-def test_a_run_on_plain_text_continues_it(capsys: pytest.CaptureFixture[str]) -> None:
-    writer = disturbed_crowd("text")
-    talk = Conversation(writer, SHORT, shows_sureness=False)
-    assert talk.kind == "Trained on plain text: each message is continued, and none is remembered."
-    assert said(talk, "Ann has 7", capsys) == writer.generate("Ann has 7", **SHORT)[0]
-    with pytest.raises(ConfigError, match="no place for a system message"):
-        Conversation(writer, SHORT, "Be short.")
-
-
-@pytest.mark.slow
-def test_a_system_message_stands_before_every_turn(talker: Crowd, capsys: pytest.CaptureFixture[str]) -> None:
-    talk = Conversation(talker, {**SHORT, "stop_strings": ["\n"]}, "Be short.", shows_sureness=False)
-    system = [{"role": "system", "content": "Be short."}]
-    first = said(talk, QUESTIONS[0], capsys)
-    assert first == talker.generate(system + messages(QUESTIONS[0]), stop_strings="\n", **SHORT)[0]
-    wanted = talker.generate(system + messages(QUESTIONS[0], first, QUESTIONS[1]), stop_strings="\n", **SHORT)[0]
-    assert said(talk, QUESTIONS[1], capsys) == wanted
-
-
-@pytest.mark.slow
 def test_a_conversation_longer_than_the_context_says_how_to_continue(
     talker: Crowd, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,14 +98,6 @@ FOREIGN = [
     " --min-lr 1e-6 --min-batch-size 1 --no-delete-wandb-runs training.learning_rate=1e-3",
 ]
 
-#: Programs that are not here under their name: the page says what takes their place.
-ELSEWHERE = [
-    ("test_preemption.py", "dry_run_sanity_check.py"),
-    ("submit_preemptible.slurm", "slurm/train.sbatch"),
-    ("submit-training-simple.sh", "slurm/train.sbatch"),
-    ("check_weights_equality.py", "ci-llm checkpoints diff A B"),
-]
-
 
 @pytest.fixture(autouse=True)
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -174,21 +166,6 @@ def test_a_line_with_another_script_is_accepted(line: str) -> None:
     assert isinstance(supervise._target(call), ExternalScript)
 
 
-@pytest.mark.parametrize(("program", "here"), ELSEWHERE)
-def test_the_page_names_the_replacement_of_each_program(program: str, here: str) -> None:
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|") and program in line]
-    assert rows
-    assert all(here in row for row in rows)
-
-
 def test_the_diversity_weight_of_the_original_is_not_ignored_silently() -> None:
     [said] = [line for line in train.read_configuration(["lambda_sw=0.5"]).config.notices() if "lambda_sw" in line]
     assert "diversity is none" in said
-
-
-def test_the_readme_has_search_terms_and_says_what_was_never_tried() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert "ensemble" in readme.split("```")[0]
-    limits = readme.split("## Limits\n")[1].split("\n## ")[0]
-    assert "no GPU has run them yet" in " ".join(limits.split())
-    assert "`ci-llm check`" in limits

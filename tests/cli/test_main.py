@@ -19,7 +19,7 @@ import pytest
 
 from ci_llm import interrupts
 from ci_llm.cli import command as guard
-from ci_llm.cli import entry, main, supervise, train
+from ci_llm.cli import entry, main, supervise
 from ci_llm.core.run_status import Status
 from ci_llm.errors import ConfigError
 from ci_llm.run.job import Result
@@ -56,23 +56,15 @@ def nobody_reads() -> Iterator[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["status", "--help"]], ids=" ".join)
-def test_a_reader_that_closes_the_pipe_is_not_a_failure(words: list[str], unbuffered: str, nobody_reads: int) -> None:
-    done = run("-m", "ci_llm", *words, stdout=nobody_reads, PYTHONUNBUFFERED=unbuffered)
+def test_a_reader_that_closes_the_pipe_is_not_a_failure(unbuffered: str, nobody_reads: int) -> None:
+    done = run("-m", "ci_llm", "train", "--help", stdout=nobody_reads, PYTHONUNBUFFERED=unbuffered)
     assert (done.returncode, done.stderr) == (guard.BROKEN_PIPE_EXIT_CODE, "")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["-m", "ci_llm", "--help"],
-        ["-m", "ci_llm", "status", "--help"],
-        ["-m", "ci_llm", "checkpoints", "list", "--help"],
-        [ROOT / "safe_train.py", "--help"],
-    ],
-    ids=lambda words: " ".join(map(str, words[-2:])),
+    ("words", "unbuffered"),
+    [(["-m", "ci_llm", "checkpoints", "list", "--help"], ""), ([ROOT / "safe_train.py", "--help"], "1")],
 )
 def test_an_output_that_cannot_be_written_is_one_message(words: list[str | Path], unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
@@ -89,20 +81,6 @@ def test_a_status_that_cannot_be_printed_has_its_own_exit_code(tmp_path: Path) -
     with open("/dev/full", "w") as full:
         done = run("-m", "ci_llm", "status", tmp_path, stdout=full.fileno())
     assert (done.returncode, done.stderr.count("\n")) == (2, 3)
-
-
-def test_a_full_disk_elsewhere_is_not_mistaken_for_a_failed_output() -> None:
-    code = "import errno; from ci_llm.cli import command as guard\ndef command(): raise OSError(errno.ENOSPC, 'full')\n"
-    done = run("-c", f"{code}guard.run_guarded(command, debug=False)")
-    assert done.returncode == 1
-    assert "OSError: [Errno 28] full" in done.stderr
-
-
-@pytest.mark.slow
-def test_the_exit_code_reports_a_failure_that_cannot_be_printed() -> None:
-    bad = f"{sys.executable} -m ci_llm train num_agent=3 2>/dev/full"
-    done = subprocess.run(bad, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=DEADLINE_S)
-    assert done.returncode == 2
 
 
 VERBS = [[verb] for verb in main.COMMANDS]
@@ -158,14 +136,6 @@ def test_a_run_survives_the_loss_of_its_output(nobody_reads: int) -> None:
     assert run("-c", code, stdout=nobody_reads).stderr == ""
 
 
-def test_a_broken_pipe_other_than_the_output_is_a_failure() -> None:
-    broken = "r, w = os.pipe(); os.close(r); guard.run_guarded(lambda: os.write(w, b'x'), debug=False)"
-    code = f"import os; from ci_llm.cli import command as guard; {broken}"
-    done = run("-c", code)
-    assert done.returncode == 1
-    assert "BrokenPipeError" in done.stderr
-
-
 def test_descriptors_of_closed_standard_files_are_not_reused(tmp_path: Path) -> None:
     (tmp_path / "command.py").write_text(
         "import os, sys; from ci_llm.cli import command as guard\n"
@@ -177,11 +147,6 @@ def test_descriptors_of_closed_standard_files_are_not_reused(tmp_path: Path) -> 
     closed = f"{sys.executable} {tmp_path / 'command.py'} <&- >&- 2>&-"
     done = subprocess.run(closed, shell=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=DEADLINE_S)
     assert done.returncode > 2
-
-
-def test_characters_outside_the_terminals_encoding_are_replaced() -> None:
-    code = "from ci_llm.cli import command as guard; guard.run_guarded(lambda: print('\u27e6') or 0, debug=False)"
-    assert run("-c", code, PYTHONIOENCODING="ascii").stdout == "\\u27e6\n"
 
 
 @pytest.mark.parametrize(
@@ -296,21 +261,3 @@ def test_from_another_folder_the_supervisor_starts_the_project_s_trainer(
         supervise._target(parse_options(["--lr-key", "lr"]))  # meant for another script, which is not there
     (tmp_path / "train.py").write_text("from ci_llm.cli.entry import run_command")
     assert supervise._target(parse_options([])).begin_attempt()[0] == [sys.executable, "train.py"]
-
-
-def test_settings_of_the_launcher_reach_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    assert train.read_configuration([]).config.mixed_precision == "bf16"
-    assert train.read_configuration(["mixed_precision=no"]).config.mixed_precision == "no"
-
-
-@pytest.mark.parametrize("columns", [80, 100])
-def test_help_fits_the_terminal_and_cuts_no_word(
-    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    for words in (["watch"], ["checkpoints"], ["serve"], ["generate"]):
-        assert main.main([*words, "--help"]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert not [line for line in lines if len(line) > columns and not line.startswith("example: ")]
-        assert not [line for line in lines if line.endswith("-")]

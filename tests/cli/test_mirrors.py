@@ -13,7 +13,6 @@ import pytest
 
 from ci_llm.cli import asking
 from ci_llm.cli.main import main
-from tests.checkpoints.test_store import flip
 from tests.cli.test_checkpoints import make_run, verb
 
 
@@ -87,18 +86,6 @@ def test_a_mirror_may_hold_crowds_that_write_and_crowds_that_score(
     assert "give no rewards" in capsys.readouterr().err
     assert [Path(path).name for path in opened] == ["final_checkpoint"] * 2
     assert all(Path(path).is_dir() for path in opened)
-
-
-def test_push_heals_what_is_damaged_there(
-    run: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    [tensors, *_] = (tmp_path / "mirror").rglob("checkpoint_step_2/**/*.safetensors")
-    flip(tensors, bit=3)
-    assert verb("verify", url) == 1
-    assert "has another digest" in capsys.readouterr().err
-    assert verb("push", run, url, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["healed"]
-    assert verb("verify", url) == 0
 
 
 def test_a_folder_with_older_steps_does_not_remove_newer_ones_from_the_mirror(

@@ -112,19 +112,15 @@ def test_the_best_of_several_answers(folders: dict[str, Path], capsys: pytest.Ca
     [
         (("score", "classes"), "there is no text"),
         (("score", "classes", "a", "--file", "b"), "both given"),
-        (("score", "classes", " "), "a text is empty"),
-        (("score", "classes", "a", "--abstain-below", "2"), "--abstain-below: must be a probability"),
         (("score", "reward", "a", "--abstain-below", "0.5"), "abstain_below is a probability of a class"),
         (("score", "writers", "a"), "these agents have no heads"),
         (("generate", "classes", "a"), "these agents have heads"),
         (("chat", "classes"), "these agents have heads"),
         (("serve", "classes", "--port", "0"), "these agents have heads"),
         (("generate", "writers", "a", "--best-of", "4"), "go together"),
-        (("generate", "writers", "a", "--best-of", "1", "--reward", "reward"), "must be at least 2"),
         (("generate", "writers", "a", "--best-of", "2", "--reward", "classes"), "give no rewards"),
         (("generate", "writers", "a", "--best-of", "2", "--reward", "reward", "--agents"), "without --agents"),
         (("export", "classes", "--merge", "svd", "--to", "x"), "agents with heads are not merged"),
-        (("export", "classes", "--agent", "0", "--format", "gguf", "--to", "x"), "agents with heads are neither"),
         (("export", "classes", "--agent", "0", "--into-base", "--to", "x"), "agents with heads are neither"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -136,23 +132,3 @@ def test_a_bad_call_is_one_message(
     assert code == 2
     assert message in said
     assert out == ""
-
-
-def test_an_export_of_heads_offers_no_server(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = called(capsys, "export", folders["classes"], "--agent", 0, "--to", tmp_path / "agent")
-    assert code == 0
-    assert "README.md has the commands" in out
-    assert "vllm" not in (out + (tmp_path / "agent/README.md").read_text()).lower()
-
-
-def test_a_file_without_texts_is_named(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"name": "Ann"}\n')
-    (tmp_path / "empty.jsonl").write_text('{"text": "a"}\n{"text": ""}\n')
-    for name, message in (("rows.jsonl", "No column holds a text"), ("empty.jsonl", "row 1 (counted from 0)")):
-        code, _, said = called(capsys, "score", folders["classes"], "--file", tmp_path / name)
-        assert code == 2
-        assert message in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,6 @@ WRONG = {
 def test_a_wrong_option_is_refused_before_anything_is_loaded(options: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "nowhere", *options.split()]) == 2
     assert WRONG[options] in capsys.readouterr().err
-
-
-def test_missing_libraries_of_the_extra_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert main(["serve", "nowhere"]) == 2
-    assert "pip install 'ci-llm[serve]'" in capsys.readouterr().err
 
 
 @pytest.fixture

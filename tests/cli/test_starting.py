@@ -12,13 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from ci_llm.base import files
 from ci_llm.cli import supervise, train
 from ci_llm.cli.main import main
 from ci_llm.cluster import starter
-from ci_llm.cluster.launch import STARTED, launch_notes, read_launch
+from ci_llm.cluster.launch import STARTED, read_launch
 from ci_llm.errors import LaunchError
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.job import Result
@@ -129,30 +128,6 @@ def test_bases_that_do_not_fit_are_refused(
     assert "3 processes need 12,000.0 TB of memory" in capsys.readouterr().err
 
 
-def test_four_processes_requested_on_one_gpu_become_one_with_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    notes: list[str] = []
-
-    def job(config: Any, _interrupts: Any, launch: Any, **_named: Any) -> Any:
-        assert launch.num_processes == 1
-        notes.extend(launch_notes(launch, os.environ, num_gpus=torch.cuda.device_count()))
-        return Result("completed", 0, tmp_path)
-
-    def launch(arguments: list[str]) -> Any:
-        return read_launch(os.environ, ["accelerate", "launch", "--num_processes=4", "train.py"], arguments)
-
-    monkeypatch.setitem(sys.modules, "ci_llm.run.job", SimpleNamespace(run_job=job))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(starter, "_DEVICES", ("null",))  # /dev/null for the device of a driver
-    monkeypatch.setattr(train, "read_launch", launch)
-    monkeypatch.setattr(train, "die_with_parent", lambda _signal: None)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # as Accelerate does where it was asked for several
-    assert main(command(tmp_path)) == 0
-    assert "starting" not in capsys.readouterr().out
-    assert notes[0] == "asked for 4 processes, running 1: this machine has 1 GPU(s), and each takes one"
-
-
 def supervised(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], *words: str, num_gpus: int = 0) -> list[str]:
     """The command of the supervisor behind `accelerate launch --num_processes=4`."""
     parent = ["accelerate", "launch", "--num_processes=4", "safe_train.py", *words]
@@ -170,11 +145,6 @@ def test_a_supervisor_under_accelerate_lets_its_trainer_start_them(monkeypatch: 
     assert supervised(monkeypatch, {}, "seed=1")[-1] == "seed=1"
     own = ["seed=1", "--", "torchrun", "train.py"]
     assert supervised(monkeypatch, asked, *own)[-1] == "seed=1", "a command of its own has its launcher"
-
-
-def test_options_of_the_trainer_in_a_command_are_not_read_as_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = ["--", "ci-llm", "train", "--continue", "--debug", "--distributed=2", "seed=1"]
-    assert supervised(monkeypatch, {}, *own) == own[1:]
 
 
 def test_supervisors_side_by_side_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from ci_llm.cli.main import main
-from ci_llm.cli.status import INTERVAL_S
 from ci_llm.interrupts import ABORTED_EXIT_CODE
-from ci_llm.report.status import Reading
-from ci_llm.report.watch import Scene
 from tests.report.folders import FRESH, leave_run, leave_status, metrics
 from tests.supervisor.terminal import Terminal
-from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
-HEAVY = {"torch", "transformers", "accelerate", "numpy", "pydantic", "yaml", "datasets", "peft"}
 
 
 def watch(*words: str | Path) -> Terminal:
@@ -44,14 +36,6 @@ def test_status_of_a_run_that_trains(tmp_path: Path, capsys: pytest.CaptureFixtu
     ]
 
 
-def test_status_of_an_interrupted_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    leave_status(tmp_path, "interrupted", 7, reason="walltime", next_command="python train.py", total_steps=9)
-    assert main(["status", str(tmp_path)]) == 75
-    told = capsys.readouterr().out.splitlines()
-    assert told[0] == "interrupted (walltime): step 7, attempt 1, process 1 on here"
-    assert told[-1] == "resume with: python train.py"
-
-
 def test_status_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave_run(tmp_path / "run")
     assert main(["status", str(tmp_path / "run"), "--json"]) == 0
@@ -60,20 +44,6 @@ def test_status_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert told["losses"] == {"step": 20, "mean": 0.1, "agents": [0.1, 0.2]}
     assert (told["evaluation"]["measure"], told["evaluation"]["crowd"]) == ("exact_match", 0.5)
     assert told["evaluation"]["is_final"] is True
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "absent"), [(["status"], HEAVY | {"rich"}), (["status", "--json"], HEAVY), (["watch", "--once"], HEAVY)]
-)
-def test_nothing_heavy_is_loaded(words: list[str], absent: set[str], tmp_path: Path) -> None:
-    """On a login node torch must not be imported before the first line."""
-    leave_run(tmp_path / "run", status="running")
-    code = f"import sys; from ci_llm.cli.main import main; main({[*words, str(tmp_path / 'run')]}); "
-    code += f"print([name for name in {sorted(absent)} if name in sys.modules], file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert (done.stderr.strip(), done.returncode) == ("[]", 0)
-    assert "20" in done.stdout
 
 
 # Watch
@@ -95,22 +65,6 @@ def test_watch_of_a_missing_run_is_a_bad_call(tmp_path: Path, capsys: pytest.Cap
     assert main(["watch", str(tmp_path / "nothing"), "--once"]) == 2
     assert f"where: {tmp_path / 'nothing'}" in capsys.readouterr().err
     assert main(["watch", "--twice"]) == 2
-
-
-def test_the_runs_below_a_folder_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("a", "b"):
-        leave_status(tmp_path / name, "completed", 5)
-    assert main(["status", str(tmp_path)]) == 2
-    assert f"name one of the runs below it: {tmp_path / 'a'}, {tmp_path / 'b'}" in capsys.readouterr().err
-
-
-def test_without_arguments_status_is_of_the_run_that_train_would_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    leave_status(tmp_path / "ci_llm_output", "completed", 5)
-    assert main(["watch", "--once"]) == 0
-    assert "ci_llm_output  completed" in capsys.readouterr().out.replace("   ", "  ")
 
 
 @pytest.mark.slow
@@ -139,24 +93,3 @@ def test_ctrl_c_leaves_quietly(tmp_path: Path) -> None:
         assert terminal.wait() == ABORTED_EXIT_CODE
     assert "Traceback" not in terminal.text
     assert terminal.text.rfind("\x1b[?25h") > terminal.text.rfind("\x1b[?25l")
-
-
-@pytest.mark.slow
-def test_watching_a_long_run_takes_less_than_a_redraw_interval(tmp_path: Path) -> None:
-    """It is measured in processor time. A reader of the whole file would take ten times as long."""
-    line = json.dumps(metrics(1, 16)[0]).replace('"step": 1,', '"step": %d,')
-    path, count = tmp_path / "metrics.jsonl", 30_000
-    path.write_text("".join(line % step + "\n" for step in range(count)))
-    assert path.stat().st_size > 15e6
-    leave_status(tmp_path, "running", count)
-    scene = Scene([str(tmp_path)])
-    scene.look()
-    began = time.process_time()
-    for step in range(count, count + 10):
-        with path.open("a") as file:
-            file.write(line % step + "\n")
-        scene.look()
-        [look] = scene.looks
-        assert isinstance(look, Reading)
-        assert look.training["step"] == step
-    assert (time.process_time() - began) / 10 < INTERVAL_S / 10

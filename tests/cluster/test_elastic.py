@@ -8,7 +8,6 @@ import pytest
 
 from ci_llm.cluster.launch import (
     exit_code_after_stop,
-    has_rounds,
     job_and_round,
     launch_notes,
     names_of_round,
@@ -34,14 +33,6 @@ def test_an_agent_with_rounds_left_does_not_take_a_stop_for_the_end(
     reason: str, configured: int, environ: dict[str, str], code: int
 ) -> None:
     assert exit_code_after_stop(reason, configured, environ) == code
-
-
-def test_torchs_agent_waits_at_most_30_seconds_between_rounds() -> None:
-    told = {**TORCHRUN, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
-    assert read_launch(told, [], []).kill_delay_s == 600
-    assert read_launch({**told, **ROUNDS}, [], []).kill_delay_s == 30
-    assert read_launch({**told, **ROUNDS, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "9"}, [], []).kill_delay_s == 9
-    assert not has_rounds(told)
 
 
 def test_a_round_has_a_name_only_within_a_job_that_has_one() -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.config import Config
-from ci_llm.core.remote import OFFLINE, go_offline_if_unreachable, may_be_on_hub, offline_note, why_unreachable
+from ci_llm.core.remote import OFFLINE, go_offline_if_unreachable, may_be_on_hub, why_unreachable
 from tests.support.children import DEADLINE_S, PYTHONPATH, ROOT
 from tools.testbed.forkserver import free_port
 
@@ -68,12 +67,6 @@ def test_which_names_may_be_on_the_hub(name: str, may_be: bool) -> None:
     assert may_be_on_hub(name) is may_be
 
 
-def test_local_paths_are_not_looked_up_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my" / "model").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert not may_be_on_hub("my/model")
-
-
 def test_a_hub_that_answers_is_there_whatever_it_says(hub: None) -> None:
     assert why_unreachable() is None
     assert go_offline_if_unreachable("openai/gsm8k") is None
@@ -86,11 +79,6 @@ def test_one_that_does_not_is_not_asked_again(no_hub: str) -> None:
     assert no_hub in reason
     assert os.environ[OFFLINE] == "1"
     assert go_offline_if_unreachable("embedded", "openai/gsm8k") is None
-
-
-def test_the_hub_is_asked_for_the_data_of_every_agent(no_hub: str) -> None:
-    config = Config(dataset_name="/data/mine.jsonl", agents=[{"dataset_name": "openai/gsm8k"}, {}], num_agents=2)
-    assert no_hub in (offline_note(config.names_of_inputs) or "")
 
 
 def test_nobody_is_asked_where_nothing_is_wanted_of_it(no_hub: str) -> None:

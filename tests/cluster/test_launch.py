@@ -78,16 +78,6 @@ def test_the_variables_of_srun_are_translated_into_those_of_torchrun() -> None:
     assert launch.variables["MASTER_PORT"] != read({**STEP, "SLURM_STEP_ID": "3"}).variables["MASTER_PORT"]
 
 
-def test_an_address_that_is_set_is_kept() -> None:
-    assert (
-        read({**STEP, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"}).variables.items()
-        >= {
-            "MASTER_ADDR": "10.0.0.1",
-            "MASTER_PORT": "99",
-        }.items()
-    )
-
-
 @pytest.mark.parametrize(
     ("nodes", "first"), [("login2", "login2"), ("a,b", "a"), ("gpu-[007-009]", "gpu-007"), ("n[1,5]", "n1")]
 )
@@ -105,10 +95,6 @@ def test_a_batch_script_is_not_a_task() -> None:
     """SLURM sets the job's variables in the batch script too, which is a single process."""
     batch = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
     assert read(batch).num_processes == 1
-
-
-def test_torchrun_inside_a_task_of_srun_wins() -> None:
-    assert read({**STEP, **TORCHRUN}).launcher == "torchrun"
 
 
 def test_how_long_a_launcher_waits_before_it_kills() -> None:
@@ -163,22 +149,6 @@ def test_accelerate_with_one_process_and_the_number_that_was_requested(
 
 
 @pytest.mark.parametrize(
-    "parent", [["python", "-m", "accelerate.commands.launch"], ["/bin/accelerate-launch"], ACCELERATE]
-)
-def test_the_names_of_accelerate(parent: list[str]) -> None:
-    assert not read({}, parent).forwards_sigterm
-
-
-@pytest.mark.parametrize("parent", [["bash", "launch"], ["make", "train"], ["python", "safe_train.py"]])
-def test_other_parents_are_none(parent: list[str]) -> None:
-    assert read({"MASTER_ADDR": "here"}, parent).forwards_sigterm
-
-
-def test_the_parent_is_looked_up() -> None:
-    assert read_launch({}).launcher == "python"
-
-
-@pytest.mark.parametrize(
     ("environ", "parent"),
     [
         (TORCHRUN, ["/usr/bin/python3", "/venv/bin/torchrun", "--nnodes=1", "train.py"]),
@@ -209,11 +179,6 @@ def remarked(launch: Launch, num_gpus: int = 0, **environ: str) -> list[str]:
     return launch_notes(launch, environ, num_gpus=num_gpus)
 
 
-def test_a_launch_without_problems_has_no_notes() -> None:
-    assert remarked(read({})) == []
-    assert remarked(read(TORCHRUN), num_gpus=2, OMP_NUM_THREADS="1") == []
-
-
 def test_more_processes_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ci_llm.cluster.launch._num_cores", lambda: 1)
     assert remarked(read(TORCHRUN))[0].startswith("2 processes share 1 CPU core(s): ")
@@ -230,11 +195,6 @@ def test_fewer_processes_than_asked_for() -> None:
     assert "asked for several processes" in remarked(unknown)[0]
 
 
-def test_gpus_without_a_process() -> None:
-    (line,) = remarked(read({}), num_gpus=4)
-    assert "accelerate launch --num_processes=4" in line
-
-
 @pytest.mark.parametrize(
     ("environ", "words", "settings"),
     [
@@ -249,10 +209,6 @@ def test_values_of_our_keys_from_accelerate(
     environ: dict[str, str], words: list[str], settings: dict[str, str]
 ) -> None:
     assert accelerate_settings(environ, [*ACCELERATE, *words, "train.py"]) == settings
-
-
-def test_the_options_of_another_parent_are_ignored() -> None:
-    assert accelerate_settings({}, ["fit.sh", "--gradient_accumulation_steps=4"]) == {}
 
 
 def test_a_process_in_a_job_but_outside_of_its_steps_is_warned() -> None:
@@ -323,10 +279,6 @@ def test_a_launch_by_deepspeed_ends_before_anything_is_loaded(
         assert "base_sharding=layers" in told.err
         assert "loading..." not in told.out
     assert not [*tmp_path.iterdir()]
-
-
-def test_sizes_that_the_launcher_left_behind_ask_for_nothing() -> None:
-    assert accelerate_settings({"PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}, []) == {}
 
 
 def test_the_configuration_wins_over_fsdp_and_what_no_key_takes_is_refused() -> None:

@@ -23,7 +23,6 @@ from ci_llm.cluster.slurm import (
     job_end,
     kill_time,
     query,
-    query_job,
     read_job,
     reason_not_to_requeue,
     requeue,
@@ -87,20 +86,6 @@ def test_the_end_is_taken_from_the_environment_else_from_squeue_else_from_scontr
     cluster = Cluster(squeue=None)
     assert current_job_end(JOB, cluster) == END_S
     assert cluster.asked == ["squeue", "job"]
-
-
-@pytest.mark.parametrize("word", ["N/A", "NONE", "Unknown", "UNLIMITED", ""])
-def test_a_job_may_have_no_end(word: str) -> None:
-    assert current_job_end(JOB, Cluster(end=word)) is None
-    assert current_job_end(JOB, Cluster(squeue=None, job=None)) is None
-
-
-def test_the_output_of_scontrol_is_parsed() -> None:
-    assert query_job(JOB, Cluster()) == RUNNING
-    assert query_job(JOB, Cluster("COMPLETING", "TimeLimit")) == replace(
-        RUNNING, state="COMPLETING", reason="TimeLimit"
-    )
-    assert query_job(JOB, Cluster(job=None)) is None
 
 
 def test_when_a_job_that_was_told_to_end_is_killed() -> None:

@@ -13,10 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from ci_llm.cli import command
-from ci_llm.cluster import launch as launches
 from ci_llm.cluster import starter
 from ci_llm.cluster.launch import (
     STARTED,
@@ -27,7 +25,7 @@ from ci_llm.cluster.launch import (
     read_launch,
     started_by,
 )
-from ci_llm.cluster.starter import processes_to_start, tell, without_options
+from ci_llm.cluster.starter import processes_to_start, tell
 from ci_llm.interrupts import Interrupts
 
 ROOT = Path(__file__).parents[2]
@@ -79,25 +77,6 @@ def test_the_number_of_processes_is_the_last_that_was_given(
 def test_a_process_that_was_started_starts_none(rank: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--num_processes=4"]
     assert asked(words, ["--distributed=4"], 0, monkeypatch, {**ASKED, "MASTER_PORT": "1", **rank}) == 1
-
-
-def test_only_a_machine_with_the_device_of_a_driver_asks_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert starter._num_gpus({}, tmp_path) == 0
-    (tmp_path / "nvidia0").touch()
-    assert starter._num_gpus({}, tmp_path) == 3
-    assert starter._num_gpus({"ACCELERATE_USE_CPU": "True"}, tmp_path) == 0
-    assert starter._num_gpus({"ACCELERATE_TORCH_DEVICE": "cpu"}, tmp_path) == 0, "a run computes on the CPU then"
-
-
-def test_several_gpus_are_pointed_out() -> None:
-    (note,) = launches.launch_notes(read_launch({}, []), {}, num_gpus=4)
-    assert note.startswith("4 GPUs, 1 process: `--distributed`, or ")
-
-
-def test_words_without_the_option() -> None:
-    words = ["--distributed", "seed=1", "--distributed=4", "distributed_backend=x", "--distributed=all", "--continue"]
-    assert without_options(words) == ["seed=1", "distributed_backend=x", "--distributed=all"]
 
 
 @pytest.mark.parametrize(
@@ -182,10 +161,6 @@ def test_the_exit_code(
     assert starter._run_again(len(codes), read_launch({}, []), heeded) == code
 
 
-def test_the_save_signals_of_a_run_do_not_end_the_agent() -> None:
-    assert Interrupts(["SIGTERM", "SIGUSR2"], ["SIGUSR1"]).signals == {"SIGTERM", "SIGUSR2", "SIGUSR1"}
-
-
 def test_the_time_counts_once_nothing_is_computed_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look moves the clock by 10 s; for 100 s the processes still use processor time."""
     clock = iter(range(0, 1000, 10))
@@ -195,25 +170,6 @@ def test_the_time_counts_once_nothing_is_computed_any_more(tmp_path: Path, monke
     agent: Any = SimpleNamespace(pid=1, poll=lambda: None)
     assert starter._wait_until_up(agent, tmp_path, 2, Interrupts()) == []
     assert 85 <= len([*used]) <= 89, "it was given up a few looks after the last sign"
-
-
-def test_a_step_counts_with_its_own_processor_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step is not a descendant of srun: it loads for 100 s while srun waits."""
-    clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr(starter, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _seconds: None))
-    loads = iter([*range(10), *[9] * 90])
-    monkeypatch.setattr(starter, "_processor_seconds", lambda pid: next(loads) if pid == 5 else 0)
-    (tmp_path / "000000.5.begun").touch()
-    agent: Any = SimpleNamespace(pid=1, poll=lambda: None)
-    assert starter._wait_until_up(agent, tmp_path, 1, Interrupts()) == []
-    assert len([*loads]) <= 89
-
-
-def test_the_processor_time_of_a_process_tree_is_read() -> None:
-    assert starter._processor_seconds(os.getpid()) > 0
-    gone = starter.subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    assert starter._processor_seconds(gone.pid) == 0
 
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "node3"}
@@ -253,11 +209,6 @@ def test_only_a_process_of_a_batch_script_outside_any_step_becomes_a_step(
     words = starter.step_command({name: value for name, value in environ.items() if value is not None})
     assert words[:1] == ([str(srun / "srun")] if is_step else [])
     assert {"--overlap", "--ntasks=1", "--nodelist=node3"} <= {*words} or not is_step
-
-
-def test_without_srun_the_start_says_that_the_last_save_is_lost() -> None:
-    (note,) = launches.launch_notes(read_launch(BATCH, []), BATCH, num_gpus=0)
-    assert "without a last save; write `srun` before the command" in note
 
 
 CHILD = """\

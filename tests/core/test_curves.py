@@ -19,15 +19,6 @@ def test_a_curve_falls_from_its_first_to_its_last_value() -> None:
     assert lines[-1].split() == ["1", "9"]
 
 
-def test_curves_of_no_one_or_equal_points_and_of_nan_are_drawn() -> None:
-    assert draw_curves({"o": []}, 80) == draw_curves({"o": [(5, 1.0)]}, 80) == ""
-    assert draw_curves({"o": [(1, 1.0), (2, 2.0)]}, 5) == ""
-    level = draw_curves({"o": [(1, 2.0), (10**6, 2.0)]}, 80).splitlines()
-    assert max(map(len, level)) <= 80
-    assert "┤o" in level[HEIGHT // 2]
-    assert "nan" not in draw_curves({"o": [(1, math.nan), (2, 1.0), (3, math.inf), (4, 0.5)]}, 80)
-
-
 @pytest.mark.parametrize("width", [20, 35, 160])
 @pytest.mark.parametrize("height", [4, 5, 12])
 @pytest.mark.parametrize("count", [2, 7, 2000])
@@ -39,9 +30,3 @@ def test_a_curve_fits_its_place(width: int, height: int, count: int) -> None:
     assert 2.8 < float(lines[0].split()[0]) <= 3, "a column shows a mean"
     assert lines[0].endswith("o")
     assert lines[height - 1].endswith("o")
-
-
-def test_where_curves_meet_there_is_a_star() -> None:
-    lines = draw_curves({"A": [(0, 2.0), (1, 1.0)], "B": [(0, 2.0), (1, 2.0)]}, 40).splitlines()
-    assert lines[0].endswith("┤*B")
-    assert lines[HEIGHT - 1].endswith("┤ A")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 
-from ci_llm.core.metrics_file import METRICS_NAME, finite_numbers, number, read_records, record_of
+from ci_llm.core.metrics_file import METRICS_NAME, read_records, record_of
 
 
 @pytest.mark.parametrize(
@@ -23,15 +22,3 @@ def test_records_come_in_order_and_torn_lines_are_counted(tmp_path: Path) -> Non
     records, torn = read_records(tmp_path)
     assert [record["step"] for record in records] == [2, 1, 3]
     assert torn == 2
-
-
-def test_the_words_of_json_are_numbers() -> None:
-    assert number("inf") == math.inf
-    assert number("-inf") == -math.inf
-    assert number(2) == 2.0
-    assert all(math.isnan(number(value)) for value in ("nan", None, "?", [1]))
-
-
-def test_finite_numbers_are_distinguished_from_words() -> None:
-    record = {"step": 1, "loss": 0.5, "norm": math.inf, "word": "nan", "none": None}
-    assert dict(finite_numbers(record)) == {"step": 1, "loss": 0.5}

@@ -54,19 +54,6 @@ def test_pieces_joined_are_the_text_of_all_tokens(tokenizer: Any, text: str, sto
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
-def test_a_long_text_is_not_decoded_again_with_every_token(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = "ab é日本 ab🙂\n" * 40
-    ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
-    longest: list[int] = []
-    decode = tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda ids, **how: longest.append(len(ids)) or decode(ids, **how))
-    pieces, count = streamed(tokenizer, ids, ["###"])
-    assert "".join(pieces) == decode(ids)
-    assert longest.pop() == count > 300, "the whole text, once, at its end"
-    assert max(longest) < 100
-
-
 def test_a_character_is_sent_with_its_last_byte() -> None:
     tokenizer = TOKENIZERS["byte level"]
     ids = tokenizer("é日b", add_special_tokens=False)["input_ids"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ci_llm.config import Config
-from ci_llm.distributed.precision import Speed, chosen, require_known_device, slowest, speed_of_bf16
+from ci_llm.distributed.precision import Speed, chosen, require_known_device, speed_of_bf16
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import LaunchError, ModelError
 
@@ -32,11 +32,6 @@ def test_a_processor_with_units_for_bf16_is_faster_with_it(cpu: pytest.MonkeyPat
     assert unit in speed.why
 
 
-@pytest.mark.usefixtures("cpu")
-def test_a_processor_without_them_is_not() -> None:
-    assert speed_of_bf16() == Speed(False, "this processor has neither AMX nor AVX512-BF16")
-
-
 @pytest.mark.parametrize("native", [True, False])
 def test_a_gpu_decides_by_its_own_support_and_not_by_emulation(monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
@@ -53,11 +48,6 @@ def test_only_auto_is_chosen_by_the_hardware() -> None:
     assert chosen(AUTO, SLOW) == {"mixed_precision": "no", "model_dtype": "fp32"}
     assert chosen(Config(mixed_precision="auto"), SLOW) == {"mixed_precision": "no"}
     assert chosen(Config(mixed_precision="bf16"), SLOW) == {}
-
-
-def test_one_slow_process_decides_for_all() -> None:
-    assert slowest([FAST, SLOW, FAST]) == SLOW
-    assert slowest([FAST, FAST]) == FAST
 
 
 def test_a_run_keeps_the_precision_of_its_checkpoint() -> None:

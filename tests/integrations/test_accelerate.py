@@ -25,6 +25,7 @@ from ci_llm.integrations.accelerate import latest_state, register_hooks
 from ci_llm.lora.settings import LoraSettings
 from tests.checkpoints.test_store import flip
 from tests.support.accelerate_loops import SETTINGS, Rows, collate, hooked_loop
+from tests.support.campaign import sampled_cases
 from tests.support.log_lines import log_lines
 from tools.testbed import tiny
 from tools.testbed.forkserver import ForkServer
@@ -55,21 +56,20 @@ def trace(folder: Path) -> dict[str, dict[int, list[int]]]:
     return seen
 
 
+KILLED: list[tuple[int, int, dict[str, Any]]] = [
+    (1, 8, {"save_every": 7, "workers": 2}),  # in the middle of an accumulation window; the sampler is far ahead
+    (1, 8, {"save_every": 4, "told_epochs": False}),  # the copy's pass must count
+    (1, 12, {"save_every": 10}),  # at the last micro-step of an epoch
+    (2, 4, {"save_every": 2}),  # the second process may not have written its files
+    (2, 9, {"save_every": 8, "workers": 1}),
+    (1, 5, {"save_every": 4}),  # the first epoch has ten micro-steps
+    (1, 14, {"save_every": 13, "told_epochs": False}),
+    (2, 4, {"save_every": 3, "told_epochs": False}),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("processes", "kill_at", "how"),
-    [
-        (1, 5, {"save_every": 4}),  # the first epoch has ten micro-steps
-        (1, 8, {"save_every": 7}),  # in the middle of an accumulation window
-        (1, 14, {"save_every": 13, "told_epochs": False}),
-        (1, 8, {"save_every": 4, "told_epochs": False}),  # the copy's pass must count
-        (1, 12, {"save_every": 10}),  # at the last micro-step of an epoch
-        (1, 8, {"save_every": 7, "workers": 2}),  # the sampler is far ahead
-        (2, 4, {"save_every": 2}),  # the second process may not have written its files
-        (2, 4, {"save_every": 3, "told_epochs": False}),
-        (2, 9, {"save_every": 8, "workers": 1}),
-    ],
-)
+@pytest.mark.parametrize(("processes", "kill_at", "how"), sampled_cases(KILLED, KILLED[:5]))
 def test_killed_and_resumed_ends_with_the_same_bits(
     processes: int, kill_at: int, how: dict[str, Any], server: ForkServer, straight: dict[int, Path], tmp_path: Path
 ) -> None:
@@ -97,20 +97,6 @@ def test_the_folder_holds_agents_and_no_base(straight: dict[int, Path]) -> None:
     crowd = Crowd.from_pretrained  # opens it as any checkpoint; the toy base has no folder, so only its name is read
     with pytest.raises(CiLlmError, match="toy"):
         crowd(final / "ci_llm")
-
-
-@pytest.mark.slow
-def test_what_is_said_of_pickles_beside_a_checkpoint_is_so(straight: dict[int, Path]) -> None:
-    """Accelerate's own files are such, ours are not; SECURITY.md names the former, README.md scopes its words."""
-    final, root = straight[1] / "final", Path(__file__).parents[2]
-    pickles = {path.name for path in final.rglob("*") if path.is_file() and path.read_bytes().startswith(b"PK")}
-    assert {"optimizer.bin", "random_states_0.pkl"} <= pickles
-    assert not [path for path in (final / "ci_llm").rglob("*") if path.is_file() and path.name in pickles]
-    security = (root / "SECURITY.md").read_text(encoding="utf-8")
-    [bullet] = [part for part in security.split("\n- ") if "register_hooks" in part]
-    assert "`optimizer.bin`, `random_states_0.pkl` and others are pickles" in " ".join(bullet.split())
-    readme = " ".join((root / "README.md").read_text(encoding="utf-8").split())
-    assert "loading a checkpoint of this project executes nothing; in a loop of your own, Accelerate's files" in readme
 
 
 class Loop:
@@ -281,34 +267,3 @@ def test_masks_of_a_step_that_was_begun_hold() -> None:
 
 
 # The sampler
-
-
-def test_every_epoch_holds_each_row_once_in_an_order_of_its_own() -> None:
-    sampler = StatefulSampler(range(50), seed=1)
-    first, second = list(sampler), list(sampler)
-    assert sorted(first) == sorted(second) == list(range(50))
-    assert first != second
-    sampler.set_epoch(0)
-    assert list(sampler) == first
-    assert list(StatefulSampler(range(50), seed=2)) != first
-    assert len(sampler) == 50
-
-
-def test_a_pass_may_begin_anywhere() -> None:
-    sampler = StatefulSampler(range(50))
-    sampler.set_epoch(3)
-    whole = list(sampler)
-    sampler.set_epoch(3, start=20)
-    assert list(sampler) == whole[20:]
-    sampler.set_epoch(3)
-    assert list(sampler) == whole
-
-
-def test_the_state_of_a_sampler() -> None:
-    sampler = StatefulSampler(range(50), seed=5)
-    sampler.set_epoch(2)
-    fresh = StatefulSampler(range(50))
-    fresh.load_state_dict(sampler.state_dict())
-    assert list(fresh) == list(sampler)
-    with pytest.raises(ForeignCheckpoint, match="50 rows, and there are 49"):
-        StatefulSampler(range(49)).load_state_dict(sampler.state_dict())

@@ -22,7 +22,6 @@ from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from ci_llm.checkpoints.layout import numbered_steps, step_folder
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from tests.support.campaign import sampled_cases
-from tests.support.loader_workers import signal_workers
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.moments import interfere
@@ -65,7 +64,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 @pytest.mark.parametrize(
     ("case", "at"),
     sampled_cases(
-        [(case, at) for case in CASES for at in (12, 13, 14)], [*zip(CASES, (12, 13, 14, 12, 13), strict=True)]
+        [(case, at) for case in CASES for at in (12, 13, 14)],
+        [("accumulation", 12), ("workers", 14), ("two processes", 13)],
     ),
 )
 def test_a_run_ends_with_the_same_bits(case: str, at: int, server: ForkServer, tmp_path: Path) -> None:
@@ -142,41 +142,6 @@ def test_a_run_that_has_stopped_early_is_over(tmp_path: Path) -> None:
 
     assert fit(tmp_path, patience(), max_steps=99).global_step == 8
     assert fit(tmp_path, patience(), max_steps=99).global_step == 8
-
-
-def test_loader_workers_keep_working_when_they_are_signalled_too(tmp_path: Path) -> None:
-    from lightning.pytorch import Callback
-
-    class Signalling(Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 1:
-                signal_workers(2)
-
-    loader = DataLoader(TensorDataset(torch.ones(64, 8), torch.ones(64, 1)), 4, num_workers=2)
-    assert fit(tmp_path, Signalling(), loader=loader, max_steps=16, limit_val_batches=0).global_step == 16
-
-
-def test_workers_of_an_evaluation_keep_working_when_they_are_signalled_too(tmp_path: Path) -> None:
-    from lightning.pytorch import Callback
-
-    class Signalling(Callback):  # type: ignore[misc]
-        batches = 0
-
-        def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-            self.batches += 1
-            if self.batches % 16 == 2:
-                signal_workers(2)
-
-    evaluated = DataLoader(TensorDataset(torch.ones(64, 8), torch.ones(64, 1)), 4, num_workers=2)
-    trainer = fit(tmp_path, told := Signalling(), max_steps=4, evaluated=evaluated, num_sanity_val_steps=2)
-    assert (trainer.global_step, told.batches) == (4, 16 + 2)  # two batches before the first step
-    assert "setup_data" not in vars(trainer.fit_loop.epoch_loop.val_loop)
-
-
-def test_two_loaders_are_refused(tmp_path: Path) -> None:
-    rows = DataLoader(TensorDataset(torch.ones(16, 8), torch.ones(16, 1)), 4)
-    with pytest.raises(ConfigError, match="give one loader"):
-        fit(tmp_path, loader={"one": rows, "other": rows})
 
 
 def test_a_backend_for_which_every_process_needs_the_state_is_refused(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.cli.main import main
 from ci_llm.crowd.crowd import Crowd
 from examples import accelerate_loop
+from tests.support.campaign import sampled_cases
 from tools.testbed.events import wait_until
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.worlds import difference, toy_base
@@ -83,8 +84,10 @@ def agents(state: dict[str, Any]) -> Tensor:
     return torch.cat([tensor.flatten() for agent in found for _, tensor in sorted(agent.items())])
 
 
-@pytest.mark.parametrize("dies", [False, True], ids=["from the start", "over a resume"])
-@pytest.mark.parametrize("processes", [1, 2])
+CASES = [(1, False), (2, True), (1, True), (2, False)]  # processes, and whether both loops die once
+
+
+@pytest.mark.parametrize(("processes", "dies"), sampled_cases(CASES, CASES[:2]))
 def test_train_py_and_a_plain_loop_end_with_the_same_agents(
     processes: int, dies: bool, server: ForkServer, tmp_path: Path
 ) -> None:

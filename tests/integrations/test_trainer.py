@@ -21,6 +21,7 @@ from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from ci_llm.checkpoints.layout import numbered_steps, step_folder
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from examples import hf_trainer
+from tests.support.campaign import sampled
 from tests.support.loader_workers import batches_despite_signals
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.moments import interfere
@@ -65,7 +66,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, int]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled([*CASES], ("accumulation", "workers", "adapter", "two processes")))
 def test_a_run_ends_with_the_same_bits(case: str, server: ForkServer, tmp_path: Path) -> None:
     changes, lora, processes = CASES[case]
     straight, again = tmp_path / "straight", tmp_path / "again"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
-
 import pytest
 from rich.console import Console
 
@@ -66,23 +63,3 @@ def test_no_line_is_wider_than_the_terminal(width: int, num_agents: int) -> None
     lines = drawn(width, num_agents, Work("tokenise", 10**6, "rows", done=12345), Work("load", 0, "weights"))
     assert max(map(len, lines)) <= width
     assert len(lines) <= 7
-
-
-def test_an_agent_that_is_not_finite_is_seen() -> None:
-    assert drawn(79, 3, losses=[1.0, math.nan, 2.0])[2] == "loss 1.500  agent0 1.000  agent1   nan  agent2 2.000"
-    assert "not finite: 1 of 64" in drawn(79, 64, losses=[math.inf, *[1.0] * 63])[2]
-    assert drawn(79, 64, losses=[math.nan] * 64)[2] == "loss   nan  not finite: 64 of 64"
-
-
-def test_work_with_an_end_has_a_bar_of_its_own_and_goes_when_it_ends() -> None:
-    score = Work("score", 400, "rows", done=100, began_at=time.monotonic() - 10)
-    bar, step, *_ = drawn(79, 4, score)
-    assert bar.startswith("score    100/400  25%  ━")
-    assert bar.endswith("0:00:30 left")
-    assert step.startswith("step   1204/4000  30%  ━")
-    view = View(Speed())
-    view.take_work(score)
-    assert not view.is_empty
-    score.ended = True
-    view.take_work(score)
-    assert view.is_empty

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from ci_llm.core import work
-from ci_llm.logs.progress import Position, ProgressLines, Speed, left_of
+from ci_llm.logs.progress import Position, Speed
 from ci_llm.logs.run_log import LOG_NAME, RunLog
 from tests.logs.test_run_log import Clock
 
@@ -55,14 +55,6 @@ def test_a_line_gives_the_means_over_its_interval(log: RunLog, screen: io.String
     ]
 
 
-def test_speed_counts_the_steps_of_this_attempt_only(clock: Clock) -> None:
-    speed, lines = Speed(clock), ProgressLines(0.0, clock)
-    speed.mark(Position(1000, 2000))
-    clock.now += 10
-    speed.mark(Position(1010, 2000))
-    assert lines.of_step(Position(1010, 2000), speed) == "step 1010/2000  50%  1 steps/s  0:16:30 left"
-
-
 def test_speed_is_that_of_the_last_minute_and_leaves_evaluations_out(clock: Clock) -> None:
     speed = Speed(clock)
     for step in range(100):
@@ -78,33 +70,6 @@ def test_speed_is_that_of_the_last_minute_and_leaves_evaluations_out(clock: Cloc
         clock.now += 0.5
     assert speed.rates() == pytest.approx((2.0, 20.0), rel=0.02)
     assert str(speed.left(1000)) == "0:27:09", "the time left counts evaluations as well, also the last one"
-
-
-def test_after_the_last_step_the_time_is_that_of_the_evaluation_before(clock: Clock) -> None:
-    """`0:00:00 left` stood there for as long as the last evaluation took."""
-    speed, lines = Speed(clock), ProgressLines(0.0, clock)
-    speed.pause()
-    clock.now += 100.0  # rows are read before the first step, which is no evaluation
-    speed.resume()
-    for step in range(11):
-        speed.mark(Position(step, 10))
-        clock.now += 1.0
-    assert speed.left(10) is None, "no evaluation was seen"
-    assert lines.of_step(Position(10, 10), speed) == "step 10/10  100%  1 steps/s"
-    speed.pause()
-    clock.now += 29.0
-    speed.resume()
-    speed.mark(Position(11, 12))
-    assert str(speed.left(11)) == "0:00:29"
-    clock.now += 9.0
-    assert str(speed.left(11)) == "0:00:20"
-    clock.now += 21.0
-    assert speed.left(11) is None, "it takes longer than the one before"
-
-
-def test_work_whose_last_part_is_done_has_no_time_left(clock: Clock) -> None:
-    assert left_of(0, 5, 10.0) is None
-    assert str(left_of(1, 5, 10.0)) == "0:00:02"
 
 
 def test_long_work_gets_a_line_per_interval_and_short_work_none(

@@ -20,7 +20,6 @@ import pytest
 
 from ci_llm.core import work
 from ci_llm.core.metrics_file import METRICS_NAME
-from ci_llm.errors import ConfigError
 from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import LOG_NAME, PACKAGE, RunHandler, RunLog
 from tools.testbed.events import DEADLINE_S
@@ -104,36 +103,6 @@ def test_records_of_the_package_are_shown_and_marked_by_their_level(tmp_path: Pa
     assert screen.getvalue() == "step 46 % done\nwarning: the disk is slow\n  it took 3 s\n"
     written = [line.partition("] ")[2] for line in log_text(tmp_path).splitlines()[1:]]
     assert written == ["step 46 % done", "WARNING the disk is slow", "  it took 3 s"]
-
-
-def test_records_before_open_reach_the_file_once_it_exists(tmp_path: Path, screen: io.StringIO) -> None:
-    log = RunLog(tmp_path, terminal=screen)
-    logger.warning("early")
-    assert screen.getvalue() == "warning: early\n"
-    assert list(tmp_path.iterdir()) == []
-    log.open(1)
-    assert log_text(tmp_path).splitlines()[1].endswith("[1] WARNING early")
-
-
-def test_a_level_that_is_set_before_is_kept_and_shows_debug_messages(tmp_path: Path, screen: io.StringIO) -> None:
-    PACKAGE.setLevel(logging.DEBUG)
-    log = make_log(tmp_path, screen)
-    logger.debug("for developers")
-    log.close()
-    assert PACKAGE.level == logging.DEBUG
-    PACKAGE.setLevel(logging.NOTSET)
-    assert screen.getvalue() == "debug: for developers\n"
-    assert log_text(tmp_path).endswith("[1] DEBUG for developers\n")
-
-
-def test_a_warning_with_an_exception_keeps_its_traceback(tmp_path: Path, screen: io.StringIO) -> None:
-    make_log(tmp_path, screen)
-    try:
-        raise ValueError("the cause")
-    except ValueError:
-        logger.warning("it failed", exc_info=True)
-    assert "WARNING it failed" in log_text(tmp_path)
-    assert "ValueError: the cause" in log_text(tmp_path)
 
 
 def test_a_closed_log_takes_no_records_and_restores_the_logger(
@@ -231,16 +200,6 @@ def test_an_attempt_that_lost_its_folder_writes_nothing(tmp_path: Path, screen: 
     assert lines(tmp_path) == [{"step": 5}]
 
 
-def test_an_attempt_that_loses_its_folder_while_a_file_opens_writes_nothing(
-    tmp_path: Path, screen: io.StringIO
-) -> None:
-    log, answers = RunLog(tmp_path, terminal=screen), [True] * 3
-    log.open(1, still_held=lambda: bool(answers and answers.pop()))  # its first line takes two answers
-    log.metrics(1, {"loss": 1.0})
-    assert lines(tmp_path) == []
-    assert len((tmp_path / LOG_NAME).read_text().splitlines()) == 1
-
-
 def test_a_full_disk_is_reported_once_and_lines_stay_whole(
     tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,23 +234,6 @@ def _write(path: Path, data: bytes) -> None:
     os.close(handle)
 
 
-def test_a_terminal_that_goes_away_does_not_end_the_run(tmp_path: Path) -> None:
-    code = (
-        "import logging, sys; from ci_llm.logs.run_log import Position, RunLog\n"
-        "log = RunLog(sys.argv[1]); log.open(1)\n"
-        "for word in ('into the void', 'still here'): logging.getLogger('ci_llm.tests').info(word)\n"
-        "log.progress(Position(1, 2, [1.0])); print('a stray print'); log.close()"
-    )
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "still here" in log_text(tmp_path)
-    assert log_text(tmp_path).count("the terminal is gone") == 1
-
-
 # Metrics
 
 
@@ -304,17 +246,6 @@ def test_metrics_are_strict_json(tmp_path: Path, screen: io.StringIO) -> None:
     assert record == {
         "step": 3, "loss": "nan", "up": "inf", "down": "-inf", "n": 2, "name": "é", "x": None, "attempt": 1
     }  # fmt: skip
-
-
-def test_under_slurm_metrics_and_log_say_how_often_the_job_was_started_again(
-    tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    for restarts in ("0", "2"):
-        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-        make_log(tmp_path, screen).metrics(1, {})
-    assert [record["slurm_restarts"] for record in lines(tmp_path)] == [0, 2]
-    assert [", SLURM restart 2" in line for line in log_text(tmp_path).splitlines()] == [False, True]
 
 
 def test_truncation_keeps_lines_before_the_resumed_step(tmp_path: Path, screen: io.StringIO) -> None:
@@ -411,57 +342,6 @@ def test_a_tracker_that_fails_is_named_and_left_out(tmp_path: Path, screen: io.S
     log.close()
     assert screen.getvalue().count("tensorboard failed and is left out") == 1
     assert len(lines(tmp_path)) == 2
-
-
-@pytest.mark.parametrize("part", ["_trackers", "_terminal"])
-def test_a_log_whose_end_is_interrupted_gives_the_logger_back(
-    part: str, tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    before = PACKAGE.handlers[:], work.listeners[:]
-    log = make_log(tmp_path, screen)
-    monkeypatch.setattr(log, part, SimpleNamespace(finish=interrupt, close=interrupt))
-    with pytest.raises(KeyboardInterrupt):
-        log.close()
-    assert (PACKAGE.handlers, work.listeners) == before
-
-
-def test_a_folder_that_is_moved_away_from_tensorboard_is_one_line(
-    tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tracebacks: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
-    others = {*threading.enumerate()}
-    log = make_log(tmp_path, screen)
-    log.start_trackers(make_accelerator(), ("tensorboard",))
-    [writer] = {*threading.enumerate()} - others
-    (tmp_path / "tensorboard").rename(tmp_path / "moved")
-    log.metrics(1, {"loss": 1.0})
-    writer.join()
-    log.close()
-    said = screen.getvalue()
-    assert said.count("tensorboard failed and is left out from here on: FileNotFoundError") == 1
-    assert "Traceback" not in said
-    assert tracebacks == []
-    stranger = threading.Thread(target=lambda: 1 / 0)
-    stranger.start()
-    stranger.join()
-    assert [each.exc_type for each in tracebacks] == [ZeroDivisionError], "other threads have theirs"
-
-
-def test_a_tracker_that_is_not_installed_is_bad_input(tmp_path: Path, screen: io.StringIO) -> None:
-    log = make_log(tmp_path, screen)
-    with pytest.raises(ConfigError, match="mlflow, which is not installed") as caught:
-        log.start_trackers(make_accelerator(), ("tensorboard", "mlflow"))
-    assert "pip install mlflow" in str(caught.value)
-
-
-def test_a_tracker_that_cannot_start_is_bad_input(tmp_path: Path, screen: io.StringIO) -> None:
-    (tmp_path / "tensorboard").write_text("a file in the way", encoding="utf-8")
-    with pytest.raises(ConfigError, match="tensorboard cannot start"):
-        make_log(tmp_path, screen).start_trackers(make_accelerator(), ("tensorboard",))
 
 
 @pytest.mark.slow

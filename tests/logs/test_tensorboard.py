@@ -17,8 +17,6 @@ from ci_llm.core.scores import measures_of
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.trackers.tensorboard import layout
 from tests.logs.test_run_log import make_accelerator
-from tests.support.browser import CHROMIUM, NO_CHROMIUM, Browser
-from tools.testbed.events import wait_until
 
 AGENTS = 3
 STEPS = (10, 20, 30)
@@ -78,11 +76,6 @@ def test_in_the_folder_our_names_stand_alone(run: Path) -> None:
     assert not {"train/loss", "train/grad_norm", "train/epoch", "eval/loss"} & set(lines[0])
 
 
-def test_the_final_evaluation_is_the_last_point(events: EventAccumulator) -> None:
-    assert points(events, "eval/crowd/nll") == points(events, "eval/loss") == [(30, 0.5)]
-    assert points(events, "final/crowd/exact_match") == [(30, 0.75)]
-
-
 @pytest.fixture
 def board(run: Path) -> str:
     """The address of a TensorBoard of this process, for the run under its name."""
@@ -126,21 +119,3 @@ def test_tensorboard_draws_all_agents_and_the_crowd_into_one_chart(board: str) -
     assert drawn["loss"] == {*(f"train/{agent}/loss" for agent in agents), "train/task_loss"}
     assert drawn["gradient norm"] == {f"train/{agent}/grad_norm" for agent in agents}
     assert drawn["nll"] == {f"eval/{who}/nll" for who in (*agents, "crowd")}
-
-
-#: All text of the page; most of it lies in shadow roots, where innerText does not reach.
-TEXT = """(function deep(node) {
-  const inside = [...(node.shadowRoot ? [node.shadowRoot] : []), ...node.childNodes];
-  return inside.map(child => child.nodeType === Node.TEXT_NODE ? child.data : deep(child)).join(" ");
-})(document.body)"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
-def test_a_browser_shows_the_charts_of_the_agents(board: str, tmp_path: Path) -> None:
-    with Browser(tmp_path / "profile") as browser:
-        browser.look(width=1200)
-        browser.open(f"{board}#custom_scalars")
-        titles = ("gradient norm", "exact match")
-        wait_until("the charts are drawn", lambda: all(title in str(browser.evaluate(TEXT)) for title in titles))
-        assert browser.picture(tmp_path / "charts.png").stat().st_size > 20_000

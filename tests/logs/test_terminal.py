@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +13,11 @@ from typing import Any
 
 import pytest
 
-from ci_llm.core import work
 from ci_llm.logs import terminal as areas
 from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import LOG_NAME, RunLog
 from tests.support.screen import PseudoTerminal
-from tools.testbed.events import DEADLINE_S, wait_until
-
-ROOT = Path(__file__).parents[2]
+from tools.testbed.events import wait_until
 
 logger = logging.getLogger("ci_llm.tests")
 
@@ -185,17 +180,6 @@ def test_a_resize_leaves_nothing_of_the_old_area(terminal: PseudoTerminal, open_
     assert len(screen) <= 4
 
 
-def test_work_with_an_end_is_shown_alone_and_gone_when_it_ends(
-    terminal: PseudoTerminal, open_log: Callable[..., RunLog]
-) -> None:
-    open_log(terminal)
-    with work.working("tokenise", 1000, "rows") as tokens:
-        tokens.advance_to(250)
-        terminal.wait_for("the bar", shows("tokenise  250/1000  25%  ━"))
-    logger.info("ready")
-    assert terminal.wait_for("the end", shows("ready")) == ["ready"]
-
-
 @pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("TERM", ""), ("JPY_PARENT_PID", "1")])
 def test_a_terminal_that_cannot_redraw_gets_lines(
     terminal: PseudoTerminal,
@@ -208,15 +192,6 @@ def test_a_terminal_that_cannot_redraw_gets_lines(
     open_log(terminal).progress(Position(1, 4, [1.0]))
     terminal.wait_for("the line", lambda screen: screen == ["step 1/4  25%  loss 1"])
     assert "\x1b" not in terminal.text
-
-
-def test_no_color_is_honoured(
-    terminal: PseudoTerminal, open_log: Callable[..., RunLog], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
-    open_log(terminal).progress(at(1))
-    terminal.wait_for("the area", shows("loss"))
-    assert {*re.findall(r"\x1b\[([\d;]*)m", terminal.text)} <= {"0", "1", "2"}, "bold and dim are no colours"
 
 
 def test_a_terminal_that_is_lost_does_not_end_the_run(tmp_path: Path, open_log: Callable[..., RunLog]) -> None:
@@ -272,80 +247,3 @@ def test_steps_are_drawn_by_a_clock_and_not_one_by_one(
     logger.info("goodbye")
     terminal.wait_for("the newest step", shows("goodbye", "step  1000/4000"))
     assert len(drawn) == 2
-
-
-def test_other_processes_draw_nothing(terminal: PseudoTerminal, open_log: Callable[..., RunLog]) -> None:
-    log = open_log(terminal, is_main_process=False)
-    log.begin_progress(at(0))
-    log.progress(at(1))
-    with work.working("score", 10, "rows"):
-        pass
-    log.end_progress()
-    log.close()
-    terminal.file.write("that is all")
-    terminal.file.flush()
-    terminal.wait_for("what was written last", shows("that is all"))
-    assert terminal.text == "that is all"
-
-
-def test_a_forked_process_prints_without_the_locks_of_its_parent(
-    terminal: PseudoTerminal, open_log: Callable[..., RunLog], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdout", terminal.file)
-    log = open_log(terminal)
-    log.progress(at(1))
-    terminal.wait_for("the area", shows("loss"))
-    with log._terminal._lock:
-        pid = os.fork()
-        if pid == 0:
-            print("from a worker", flush=True)
-            os._exit(0)
-        assert os.waitpid(pid, 0)[1] == 0
-    terminal.wait_for("the worker's line", shows("from a worker"))
-
-
-def test_in_a_notebook_one_output_is_replaced_and_lines_are_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown: list[str] = []
-    handle = SimpleNamespace(update=lambda data, raw: shown.append(data["text/html"]))
-
-    def display(data: dict[str, str], *, raw: bool, display_id: bool) -> SimpleNamespace:
-        shown.append(data["text/html"])
-        return handle
-
-    monkeypatch.setattr(areas, "_notebook", lambda: object())
-    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
-    log = RunLog(tmp_path)
-    log.progress(at(1))
-    logger.info("saved     step 1")
-    wait_until("the area is shown", lambda: any("agent3" in html for html in shown))
-    assert "<pre" in shown[-1]
-    assert "\x1b" not in shown[-1]
-    log.close()
-    assert shown[-1] == ""
-    assert capsys.readouterr().out == "saved     step 1\n"
-
-
-@pytest.mark.slow
-def test_in_a_real_notebook_the_output_of_the_cell_follows_the_run(tmp_path: Path) -> None:
-    nbformat = pytest.importorskip("nbformat", reason="there is no nbformat; make install-dev")
-    nbclient = pytest.importorskip("nbclient", reason="there is no nbclient; make install-dev")
-    begin = f"""
-        import logging, time
-        from ci_llm.logs.run_log import Position, RunLog
-        log = RunLog({str(tmp_path)!r})
-        log.progress(Position(1, 4, [1.0, 2.0]))
-        logging.getLogger("ci_llm.tests").info("saved     step 1")"""
-    continued = """
-        log.progress(Position(2, 4, [1.0, 4.0]))
-        while "2/4" not in log._terminal._area._shown:
-            time.sleep(0.01)"""
-    cells = [nbformat.v4.new_code_cell(textwrap.dedent(code).strip()) for code in (begin, continued)]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    nbclient.NotebookClient(notebook, timeout=DEADLINE_S, resources={"metadata": {"path": str(ROOT)}}).execute()
-    outputs = notebook.cells[0].outputs
-    assert [one.text for one in outputs if one.output_type == "stream"] == ["saved     step 1\n"]
-    [shown] = [one.data["text/html"] for one in outputs if one.output_type == "display_data"]
-    assert "step  2/4  50%" in re.sub("<[^>]+>", "", shown)
-    assert "agent1" in shown

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from ci_llm.core.durable import make_folders, write_json
-from ci_llm.core.run_folder import Failure, write_failure
-from ci_llm.core.run_status import Status, keep_status, kept_status
+from ci_llm.core.run_status import Status
 from ci_llm.report.facts import RunFacts, seconds_by_kind
-from tests.report.folders import NOW, leave_run, leave_status, metrics
+from tests.report.folders import NOW, leave_run, leave_status
 
 
 def begin(folder: Path, attempt: int, step: int, launched: float) -> None:
@@ -53,30 +51,6 @@ def test_a_killed_attempt_costs_the_steps_that_were_lost_and_the_pause(tmp_path:
     assert first.cost_s == pytest.approx(25)
 
 
-def test_steps_without_a_line_of_their_own_are_training_all_the_same(tmp_path: Path) -> None:
-    """With logging_steps=10 a run that was interrupted after step 17 has its last line at step 10."""
-    folder = leave_run(tmp_path / "run", steps=10, status="interrupted")
-    begin(folder, 1, 0, NOW)
-    leave_status(folder, "interrupted", 17, reason="signal:SIGTERM", started=NOW, heartbeat=NOW + 19)
-    (attempt,) = RunFacts(folder).attempts
-    assert attempt.seconds["training"] == pytest.approx(17)
-    assert attempt.seconds["shutdown"] == pytest.approx(1.5)
-
-
-def test_a_run_that_went_back_further_has_lost_the_steps_of_several_attempts(tmp_path: Path) -> None:
-    folder = leave_run(tmp_path / "run", steps=4)
-    for attempt, step in enumerate((0, 6, 4), 1):
-        begin(folder, attempt, step, NOW + 10 * attempt)
-    leave_attempt(folder, 1, "interrupted", 6, NOW + 10, NOW + 17)
-    leave_attempt(folder, 2, "failed", 9, NOW + 20, NOW + 24)
-    write_failure(folder, 2, 0, Failure("nonfinite", "no agent had a finite step", 0, NOW + 24, step=9))
-    leave_status(folder, "completed", 12, attempt=3, started=NOW + 30, heartbeat=NOW + 50)
-    first, second, third = RunFacts(folder).attempts
-    assert [one.redone_steps for one in (first, second, third)] == [0, 5, 0]
-    assert first.seconds["lost steps"] == pytest.approx(2), "its steps 5 and 6, which attempt 3 took again"
-    assert (second.outcome, second.reason, second.message) == ("failed", "nonfinite", "no agent had a finite step")
-
-
 def test_an_attempt_of_which_little_was_kept_has_its_log_and_lost_nothing_that_is_known(tmp_path: Path) -> None:
     folder = leave_run(tmp_path / "run", steps=5)
     (folder / "metrics.jsonl").write_text("")
@@ -94,44 +68,3 @@ def test_an_attempt_of_which_little_was_kept_has_its_log_and_lost_nothing_that_i
     assert first.warnings == [first.log[1]]
     assert (first.outcome, second.outcome) == ("killed", "completed")
     assert (first.redone_steps, second.first_step) == (0, 5)
-
-
-def test_a_late_evaluation_of_the_attempt_before_does_not_count_as_start_up(tmp_path: Path) -> None:
-    """A run that ended between a step and its evaluation evaluates first when it resumes."""
-    folder = leave_run(tmp_path / "run", steps=10)
-    begin(folder, 2, 10, NOW + 20)
-    line = {"step": 10, "eval/crowd/nll": 0.5, "attempt": 2, "time": NOW + 26}
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    leave_status(folder, "completed", 10, attempt=2, started=NOW + 23, heartbeat=NOW + 30)
-    last = RunFacts(folder).attempts[-1]
-    assert {kind: spent for kind, spent in last.seconds.items() if spent} == {
-        "start-up": pytest.approx(3),
-        "evaluation": pytest.approx(7),
-    }
-
-
-def test_the_status_of_an_attempt_is_kept_with_its_last_line_of_metrics(tmp_path: Path) -> None:
-    """A heartbeat comes every five seconds, so that a killed process took steps after its last one."""
-    keep_status(tmp_path)  # nothing has run here
-    assert not (tmp_path / "attempts").exists()
-    leave_status(tmp_path, "running", 20, attempt=3, heartbeat=NOW)
-    keep_status(tmp_path, step=23, time=NOW + 4)
-    kept = kept_status(tmp_path, 3)
-    assert kept is not None
-    assert (kept.status, kept.step, kept.heartbeat) == ("running", 23, NOW + 4)
-    assert kept_status(tmp_path, 2) is None
-
-
-def test_metrics_of_other_attempts_do_not_count_for_this_one(tmp_path: Path) -> None:
-    folder = leave_run(tmp_path / "run", steps=6)
-    begin(folder, 1, 0, NOW)
-    leave_attempt(folder, 1, "interrupted", 6, NOW, NOW + 7)
-    begin(folder, 2, 6, NOW + 100)
-    later = [line | {"step": line["step"] + 6, "time": line["time"] + 101} for line in metrics(4, 2, attempt=2)]
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in later)
-    leave_status(folder, "completed", 10, attempt=2, started=NOW + 101, heartbeat=NOW + 106)
-    facts = RunFacts(folder)
-    assert [attempt.seconds["training"] for attempt in facts.attempts] == pytest.approx([6, 4])
-    assert sum(seconds_by_kind(facts.attempts).values()) == pytest.approx(facts.wall_s)

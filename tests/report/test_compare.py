@@ -24,13 +24,6 @@ def test_wilsons_interval_is_that_of_the_tables() -> None:
     assert share_interval(1.0, 10) == pytest.approx((0.7225, 1.0), abs=1e-4)
 
 
-def test_newcombes_interval_is_that_of_his_table() -> None:
-    """Statistics in Medicine 17, 1998, table II, method 10: 56/70 - 48/80 is within 0.0524 and 0.3339."""
-    assert unpaired_interval(56 / 70, 70, 48 / 80, 80) == pytest.approx(0.2 - 0.0524, abs=1e-4)
-    assert unpaired_interval(48 / 80, 80, 56 / 70, 70) == pytest.approx(0.2 - 0.0524, abs=1e-4)
-    assert unpaired_interval(0.0, 40, 0.0, 40) == pytest.approx(share_interval(0.0, 40)[1])
-
-
 def test_a_paired_interval_is_narrower_than_that_of_two_shares() -> None:
     """One run has the same 60 of 100 rows right and five more, which only a paired comparison shows."""
     one = [prediction(number, correct=number < 65) for number in range(100)]
@@ -49,13 +42,6 @@ def test_only_rows_that_both_have_answered_are_paired() -> None:
     other = [prediction(number, correct=False) for number in range(8, 40)]
     scores = [evaluation(2, 40, share, 10) for share in (1.0, 0.0)]
     assert next(differences(*scores, one, other)).rows == 12
-
-
-def test_few_rows_have_no_interval() -> None:
-    scores = [evaluation(2, 9, share, 10) for share in (0.5, 0.4)]
-    assert next(differences(*scores)).interval95 is None
-    rows = [prediction(number, correct=True) for number in range(9)]
-    assert next(differences(*scores, rows, rows)).interval95 is None
 
 
 @pytest.mark.parametrize(("right", "value"), [(20, "+0.000"), (0, "-1.000")])
@@ -97,18 +83,6 @@ def test_settings_scores_and_curves_are_shown(two: list[str], capsys: pytest.Cap
     assert "crowd B - crowd A: +0.250 ± 0.136 exact match (95 %, paired over 40 rows): a difference" in said
 
 
-def test_answers_of_another_step_than_the_scores_are_not_paired(
-    two: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [prediction(number, correct=False) for number in range(40)]
-    longer = leave_run(tmp_path / "longer", predictions=rows, predictions_step=10, right=0.75)
-    assert main(["compare", two[0], str(longer)]) == 0
-    said = capsys.readouterr().out
-    assert (
-        "crowd B - crowd A: +0.250 ± 0.212 exact match (95 %, unpaired, 40 rows: not both have predictions of" in said
-    )
-
-
 @pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("key", [None, *ASKED])
 def test_answers_of_something_else_than_the_scores_are_not_paired(
@@ -131,72 +105,6 @@ def test_json_says_the_same(two: list[str], capsys: pytest.CaptureFixture[str]) 
     (gain,) = told["differences"]
     assert (gain["run"], gain["minus"], gain["value"], gain["paired"], gain["rows"]) == (1, 0, 0.25, True, 40)
     assert [run["scores"][-1]["exact_match"] for run in told["runs"]] == [0.5, 0.75]
-
-
-def test_named_agents_are_shown_above_the_common_curves(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path(two[1], "evaluation.json")
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"names": ["easy", "rev"]}))
-    assert main(["compare", *two]) == 0
-    said = capsys.readouterr().out.splitlines()
-    first = next(number for number, line in enumerate(said) if line.startswith("exact match (nats per token)"))
-    told = [line.split("  ")[0] for line in said[first + 1 : first + 8]]
-    assert told == ["agent0", "agent1", "easy", "rev", "agents, mean", "majority vote", "crowd"]
-
-
-def test_classes_and_pairs_are_compared_by_their_own_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ends = {"agents": [[0.5, 0.7]] * 2, "crowd": [0.6, 0.8]}
-    gain = {"value": 0.1, "interval95": 0.05}
-    f1 = {"agents": [0.6, 0.6], "crowd": 0.7, "intervals95": ends, "crowd_minus_mean": gain}
-    heads = {"measured_by": "heads", "classes": {"n": 40, "f1": f1}, "exact_match": {"agents": [0.4] * 2, "crowd": 0.5}}
-    worse = heads | {"classes": {"n": 40, "f1": f1 | {"crowd": 0.65}}}
-    runs = [
-        leave_run(tmp_path / name, asked=asked, objective="classification")
-        for name, asked in (("one", worse), ("other", heads))
-    ]
-    assert main(["compare", *map(str, runs)]) == 0
-    said = capsys.readouterr().out
-    assert "accuracy (nats per row)" in said
-    # Newcombe's: the root of 0.1² + 0.15² on the longer side.
-    assert "crowd B - crowd A: +0.050 ± 0.180 F1, mean over classes (95 %, unpaired, 40 rows" in said
-    assert (
-        "B: F1, mean over classes: crowd 0.700 (0.600 to 0.800); agents 0.600, 0.600; crowd - mean +0.100 ± 0.050"
-        in said
-    )
-    assert not [word for word in ("exact match", "nats per token") if word in said]
-    pairs = {"preferences": {"n": 40, "accuracies": {"agents": [0.4, 0.6], "crowd": 0.75}}}
-    run = leave_run(tmp_path / "pairs", asked=pairs, objective="dpo")
-    assert main(["compare", str(run), str(run)]) == 0
-    said = capsys.readouterr().out
-    assert "crowd B - crowd A: +0.000 pairs ranked right" in said
-
-
-def test_processes_and_rows_per_step_are_shown_where_they_differ(
-    two: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No key differs between runs of one and of two processes with the same batch_size."""
-    more = str(leave_run(tmp_path / "more", processes=2, learning_rate=1e-3))
-    assert main(["compare", two[0], more]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"^processes +1 +2$", said, re.MULTILINE)
-    assert main(["compare", two[0], more, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["size"] == {"processes": [1, 2]}
-    assert main(["compare", two[0], two[0]]) == 0
-    assert "configuration: no difference" in capsys.readouterr().out
-
-
-def test_a_run_that_is_not_over_is_compared_as_far_as_it_goes(
-    two: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    young = leave_run(tmp_path / "young", status="running", steps=3)
-    for path in young.glob("checkpoint*/*"):
-        path.unlink()
-    assert main(["compare", two[0], str(young)]) == 0
-    said = capsys.readouterr().out
-    assert f"B  {young}: running, step 3" in said
-    assert "no checkpoint, and so no configuration to compare: B" in said
-    assert "crowd B - crowd A: not compared (not evaluated yet)" in said
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import math
 import re
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,15 +26,6 @@ def test_marks_are_round_few_and_inside(ends: tuple[float, float], whole: bool) 
     assert all(value == round(value) for value in values) if whole else len(values) >= 2
     steps = [b - a for a, b in pairwise(values)]
     assert all(math.isclose(step, steps[0], rel_tol=1e-3) for step in steps)
-
-
-@pytest.mark.parametrize(
-    ("values", "labels"),
-    [([0.37, 0.44], "0.38 0.4 0.42 0.44"), ([0, 12_345], "0 5000 10000"), ([1e-5, 3e-4], "0 0.0001 0.0002 0.0003")],
-)
-def test_labels_are_short(values: list[float], labels: str) -> None:
-    plot = lay_out("a", {"loss": [*enumerate(values)]})
-    assert " ".join(label for _, label in plot.rows) == labels
 
 
 @given(st.lists(st.floats(-1e38, 1e38) | st.sampled_from([math.nan, math.inf, -math.inf]), min_size=1, max_size=5))

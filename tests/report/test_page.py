@@ -12,10 +12,7 @@ import pytest
 
 from ci_llm.cli.main import main
 from ci_llm.report.page import write_report
-from ci_llm.report.scores import BY_OWN_ROWS
 from tests.report.folders import NOW, leave_run, leave_status, prediction
-
-MEGABYTE = 1_000_000
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +50,6 @@ def test_the_page_asks_for_nothing_and_runs_nothing(drawn: Path) -> None:
     assert not re.findall(r"<(?:script|iframe|link(?! rel=\"icon\" href=\"data:,\")|img|object)", page)
     assert not re.findall(r"url\((?!#)|@import|(?:src|href)=\"(?!#|data:)", page)
     assert "default-src 'none'" in page
-
-
-def test_the_same_run_is_drawn_in_the_same_way(drawn: Path) -> None:
-    before = drawn.read_text()
-    after = write_report(drawn.parent).read_text()
-    one, other = (re.sub(r"Written \S+ \S+", "", page) for page in (before, after))
-    assert one == other
 
 
 def test_text_from_data_and_messages_is_escaped(tmp_path: Path) -> None:
@@ -119,44 +109,6 @@ def test_a_run_whose_process_is_gone_is_not_called_running(tmp_path: Path) -> No
     assert "The process ended without writing a reason" in told
 
 
-def test_doubts_about_the_scores_are_shown(tmp_path: Path) -> None:
-    run = leave_run(tmp_path / "run")
-    record = json.loads((run / "evaluation.json").read_text()) | {"n": 1, "rows_trained_on": "all"}
-    record["exact_match"]["crowd_minus_mean"]["interval95"] = None
-    (run / "evaluation.json").write_text(json.dumps(record))
-    leave_status(run, "completed", 20, warning="agents do not learn")
-    told = text_of(write_report(run))
-    assert "over 1 rows that were trained on: none was held out; data set embedded" in told
-    assert "the agents' mean: +0.100; the best agent" in told
-    assert "Warning: agents do not learn" in told
-
-
-def test_agents_have_the_names_that_they_were_given_and_the_rows_that_score_them(tmp_path: Path) -> None:
-    agents = [{"name": "easy", "dataset_name": "a.jsonl"}, {"name": "rev", "dataset_name": "b.jsonl"}]
-    run = leave_run(tmp_path / "run", agents=agents)
-    record = json.loads((run / "evaluation.json").read_text())
-    (run / "evaluation.json").write_text(json.dumps(record | {"names": ["easy", "rev"], "sets": [{}, {}]}))
-    page = write_report(run)
-    told = text_of(page)
-    assert "easy 0.400 0.6000 rev 0.400 0.6000" in told, "a row count of their own is not on record: no interval"
-    assert "agents, mean" not in told
-    assert BY_OWN_ROWS in told
-    assert "easy" in page.read_text().partition("Held-out loss")[2]
-    assert "agent0" not in told
-
-
-def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:
-    leave_status(tmp_path, "running", 0)
-    told = text_of(write_report(tmp_path))
-    assert "No step has been logged yet." in told
-    assert "It is in the first checkpoint, which is not there yet." in told
-
-
-def test_a_checkpoint_of_a_run_means_the_run(tmp_path: Path) -> None:
-    run = leave_run(tmp_path / "run")
-    assert write_report(run / "checkpoint_step_20") == run / "report.html"
-
-
 def test_torn_lines_are_counted_and_numbers_that_are_not_finite_leave_a_gap(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
@@ -176,30 +128,6 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "message"), DAMAGE)
-def test_a_damaged_file_is_named(
-    name: str, content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = leave_run(tmp_path / "run")
-    (run / name).write_text(content)
-    assert main(["report", str(run)]) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert f"where: {run / name}" in told
-    assert "Traceback" not in told
-    assert not (run / "report.html").exists()
-
-
-def test_values_that_are_not_numbers_are_left_out(tmp_path: Path) -> None:
-    run = leave_run(tmp_path / "run", predictions=[{"prompt": ["a"], "answer": 1, "correct": 0, "confidence": "?"}])
-    (run / "attempts/1").mkdir(parents=True)
-    (run / "attempts/1/began.json").write_text('{"step": "x", "launched": null}')
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 21, "epoch": 1, "time": "late"}\n')
-    told = text_of(write_report(run))
-    assert "1 line of metrics.jsonl cannot be read" in told
-
-
 def test_commands_can_be_typed_whatever_the_folder_is_called(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "it's a run")
     (run / "final_checkpoint").mkdir()
@@ -207,12 +135,6 @@ def test_commands_can_be_typed_whatever_the_folder_is_called(tmp_path: Path) -> 
     words = [shlex.split(command) for command in commands]
     assert ["ci-llm", "report", str(run)] in words
     assert ["ci-llm", "chat", str(run)] in words
-
-
-def test_a_damaged_checkpoint_costs_the_settings_alone(tmp_path: Path) -> None:
-    run = leave_run(tmp_path / "run")
-    (run / "checkpoint_step_20/config.yaml").write_bytes(b"\xff")
-    assert "It is in the first checkpoint" in text_of(write_report(run))
 
 
 @pytest.mark.parametrize(
@@ -228,30 +150,6 @@ def test_a_folder_that_is_not_a_run_is_refused(
 ) -> None:
     assert main(["report", path if "://" in path else str(tmp_path / path)]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_long_run_of_many_agents_stays_below_a_megabyte(tmp_path: Path) -> None:
-    rows = [prediction(n, correct=bool(n % 3), prompt="word " * 5000) for n in range(200)]
-    run = leave_run(tmp_path / "run", steps=3000, agents=32, predictions=rows)
-    with (run / "training.log").open("w") as log:
-        log.writelines(f"2026-01-01 10:00:00 [1] line {n}, {'long ' * 400}\n" for n in range(5000))
-    page = write_report(run)
-    assert page.stat().st_size < MEGABYTE
-    assert "32 agents" in page.read_text(), "more than colours: one line of the legend"
-
-
-@pytest.mark.slow
-def test_a_run_of_many_attempts_stays_below_a_megabyte(tmp_path: Path) -> None:
-    run = leave_run(tmp_path / "run")
-    leave_status(run, "completed", 20, attempt=500)
-    with (run / "training.log").open("w") as log:
-        for attempt in range(1, 501):
-            (run / f"attempts/{attempt}").mkdir(parents=True)
-            log.writelines(f"2026-01-01 10:00:00 [{attempt}] WARNING {'of something ' * 9}{n}\n" for n in range(99))
-    page = write_report(run)
-    assert page.stat().st_size < MEGABYTE
-    assert "The first 440 attempts are not listed." in text_of(page)
 
 
 def test_the_page_is_replaced_in_one_piece_or_not_at_all(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 import pytest
 
 from ci_llm.core.metrics_file import last_records
-from ci_llm.core.run_folder import record_attempt
 from ci_llm.errors import BadInput
 from ci_llm.report import status
 from ci_llm.report.status import lines, look_at, progress, scores, speed, time_left
-from tests.report.folders import FRESH, NOW, leave_run, leave_status, metrics
+from tests.report.folders import NOW, leave_run, leave_status, metrics
 
 
 def running(folder: Path, *, agents: int = 2, total: int | None = 60, **fields: Any) -> Path:
@@ -45,17 +43,6 @@ def test_the_step_of_a_run_that_trains_is_that_of_its_losses(tmp_path: Path) -> 
     assert look_at(folder).status.step == 12, "what is saved"
 
 
-def test_after_the_last_step_comes_the_final_evaluation(tmp_path: Path) -> None:
-    assert time_left(look_at(running(tmp_path / "run", total=20))) == "evaluating"
-
-
-def test_a_run_that_does_not_know_its_length_yet(tmp_path: Path) -> None:
-    found = look_at(running(tmp_path / "run", total=None))
-    assert (found.left_s, progress(found), time_left(found)) == (None, "20 steps", "")
-    leave_status(tmp_path / "run", "interrupted", 1)
-    assert progress(look_at(tmp_path / "run")) == "1 step"
-
-
 def test_the_speed_is_of_the_present_attempt(tmp_path: Path) -> None:
     folder = running(tmp_path / "run", total=30)
     later = [
@@ -71,15 +58,6 @@ def test_the_speed_is_of_the_present_attempt(tmp_path: Path) -> None:
     found = look_at(folder)
     assert (found.steps_per_s, found.left_s) == (0.25, 24.0)
     assert speed(found).startswith("4 s/step")
-
-
-def test_before_the_first_line_nothing_is_made_up(tmp_path: Path) -> None:
-    leave_status(tmp_path, "running", 0, total_steps=10)
-    found = look_at(tmp_path)
-    assert (scores(found), speed(found), found.left_s) == ("", "", None)
-    assert lines(found) == ["0 of 10 steps, 0 %", "attempt 1 on here, heartbeat 0 s ago"]
-    assert found.record()["losses"] == {"step": None, "mean": None, "agents": []}
-    assert json.dumps(found.record(), allow_nan=False)
 
 
 def test_the_last_evaluation_and_then_the_result(tmp_path: Path) -> None:
@@ -143,34 +121,11 @@ def test_losses_are_listed_or_there_is_their_range(agents: int, told: str, tmp_p
     assert told in lines(look_at(running(tmp_path / "run", agents=agents)))
 
 
-def test_an_agent_that_is_not_finite_is_counted(tmp_path: Path) -> None:
-    folder = running(tmp_path / "run", agents=9)
-    line = metrics(21, 9)[-1] | {"train/agent3/loss": "nan"}
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    found = look_at(folder)
-    assert math.isnan(found.losses[3])
-    assert "loss 0.09524 (0.09524 to 0.8952, 9 agents, 1 not finite)" in lines(found)
-    assert found.record()["losses"]["agents"][3] is None
-
-
-def test_the_place_of_an_attempt(tmp_path: Path) -> None:
-    folder = running(tmp_path / "run")
-    assert (look_at(folder).slurm_job, look_at(folder).is_supervised) == (None, False)
-    record_attempt(folder, 1, 0, {"slurm_job": "12_3", "slurm_restarts": 0, "supervised": True})
-    assert (look_at(folder).slurm_job, look_at(folder).is_supervised) == ("12_3", True)
-
-
 @pytest.mark.parametrize(("age", "told"), [(3.4, "3 s"), (119, "1 min 59 s"), (7300, "2 h 1 min")])
 def test_the_age_of_the_heartbeat(age: float, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "time", SimpleNamespace(time=lambda: NOW))
     leave_status(tmp_path, "running", 1, heartbeat=NOW - age)
     assert f"attempt 1 on here, heartbeat {told} ago" in lines(look_at(tmp_path))
-
-
-def test_a_clock_ahead_of_ours_makes_no_negative_age(tmp_path: Path) -> None:
-    leave_status(tmp_path, "running", 1, heartbeat=FRESH)
-    assert look_at(tmp_path).heartbeat_age_s == 0.0
 
 
 def test_no_run_is_an_error(tmp_path: Path) -> None:

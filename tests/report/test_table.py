@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from ci_llm.cli.main import main
 from ci_llm.report.page import write_report
-from ci_llm.report.scores import how_measured, judged_lines, notes, table
+from ci_llm.report.scores import notes, table
 from ci_llm.run.step.evaluation import result_metrics
 from tests.report.folders import evaluation, leave_run, prediction
 from tests.report.test_page import text_of
@@ -63,12 +62,6 @@ def test_notes_name_the_agent_to_serve_where_the_crowd_adds_nothing(found: dict[
     assert (said == []) if told is None else (len(said) == 1 and said[0].startswith(told)), said
 
 
-def test_a_crowd_that_has_changed_names_the_folder_of_its_agent() -> None:
-    [said] = notes(record([2.0, 1.3], 1.5, folders=["agent0", "agent3"], names=["slow", "fast"]), "run")
-    assert "fast 1.3000" in said
-    assert said.endswith("ci-llm export run --agent agent3 --to agent3")
-
-
 OWN = {"learning_rates": [1e-4, 1e-3], "best_agent": {"agent": 1, "next": 0, "rows_better": 9, "rows_worse": 2}}
 
 
@@ -86,14 +79,6 @@ def test_the_page_of_heads_has_the_words_of_heads(tmp_path: Path) -> None:
         assert word in page
     for word in ("exact match", "nats per token"):
         assert word not in page
-
-
-def test_what_heads_have_judged_is_said() -> None:
-    heads = record([0.6, 0.7], 0.5, measured_by="heads")
-    pairs = heads | {"preferences": {"n": 40}}
-    numbers = record([0.6, 0.7], 0.5, **FREE) | {"measured_by": "heads"}
-    said = [how_measured(each) for each in (heads, pairs, numbers)]
-    assert said == ["classes, by heads", "the better of each pair, by heads", "numbers, by heads"]
 
 
 def test_free_text_has_no_exact_match(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,32 +99,3 @@ def test_free_text_has_no_exact_match(tmp_path: Path, capsys: pytest.CaptureFixt
     compared = capsys.readouterr().out
     assert "crowd                         - (0.5000)" in compared
     assert "crowd B - crowd A: +0.0000 nats per token" in compared
-
-
-def test_the_page_and_a_comparison_have_base_data_and_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = record([1.5, 1.3], 1.547, data=["val.jsonl, split train"], **OWN)
-    run = leave_run(tmp_path / "run", asked=found)
-    told = text_of(write_report(run))
-    assert "base 0.050 0.014 to 0.165 3.2500 best agent" in told
-    assert "The crowd adds nothing: 1.5470 nats per token, agent1 1.3000, over 40 rows; agent1 alone costs 1/2" in told
-    assert "data set val.jsonl, split train" in told
-    other = leave_run(tmp_path / "other", asked=found | {"data": ["other.jsonl"]})
-    assert main(["compare", str(run), str(other)]) == 0
-    said = capsys.readouterr().out
-    assert said.index("\nbase ") < said.index("\nbest agent ") < said.index("\nagent0 ")
-    assert "A: learning rates 0.0001, 0.001\n" in said
-    assert "A: the crowd adds nothing: 1.5470" in said
-    assert (
-        "crowd B - crowd A: not compared (different data sets: ['val.jsonl, split train'] and ['other.jsonl'])" in said
-    )
-    assert main(["compare", str(run), str(other), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["runs"][0]["data"] == ["val.jsonl, split train"]
-
-
-def test_ratings_of_one_kind_have_no_nan_figures() -> None:
-    nothing, known = ({"agents": [value], "crowd": value} for value in (float("nan"), 0.75))
-    lines = [*judged_lines({"objective": "kto", "preferences": {"auroc": nothing, "margins": known}})]
-    assert lines == [
-        "AUROC of the ratings: not known, for all rows that were evaluated are good, or all are bad",
-        "margin of the rewards: crowd 0.750; agents 0.750",
-    ]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from ci_llm.cli.main import main
-from ci_llm.errors import BadInput
 from ci_llm.report.page import write_report
 from ci_llm.report.scores import read_trials
 from ci_llm.sweep.trials import HalvingPlan, Standings, Trial
@@ -87,13 +86,6 @@ def test_compare_shows_the_trials_of_one_sweep(tmp_path: Path, capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out)["best"] == 2
 
 
-def test_compare_says_that_there_are_no_scores_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = json.loads((leave(tmp_path, "nll") / "sweep.json").read_text()) | {"trials": [], "best": None}
-    (tmp_path / "sweep.json").write_text(json.dumps(record))
-    assert main(["compare", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "no trial has a score yet\n"
-
-
 @pytest.mark.parametrize("words", [["compare", "run"], ["report"]], ids=["beside a run", "without a status"])
 def test_commands_that_refuse_a_sweep_name_the_one_that_takes_it(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -105,10 +97,3 @@ def test_commands_that_refuse_a_sweep_name_the_one_that_takes_it(
     told = capsys.readouterr().err
     assert "ci-llm compare sweep" in told
     assert ("give sweep/segments/1, the run of the best trial so far" in told) == (words[0] == "compare")
-
-
-def test_no_sweep_is_none_and_a_broken_record_is_named(tmp_path: Path) -> None:
-    assert read_trials(tmp_path) is None
-    (tmp_path / "sweep.json").write_text("{}")
-    with pytest.raises(BadInput, match="not the record of a sweep"):
-        read_trials(tmp_path)

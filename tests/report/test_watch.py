@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ci_llm.cluster.slurm import QueuedJob, query_queue
+from ci_llm.cluster.slurm import QueuedJob
 from ci_llm.core.run_folder import record_attempt
 from ci_llm.report import watch
-from ci_llm.report.status import Reading
 from ci_llm.report.watch import Absent, Scene, find_runs, picture
 from tests.report.folders import FRESH, leave_run, leave_status
 
@@ -43,11 +42,6 @@ def scene_of(*words: Path, squeue: Squeue | None = None) -> Scene:
     return scene
 
 
-def statuses(scene: Scene) -> list[str]:
-    scene.look()
-    return [look.status.status if isinstance(look, Reading) else look.why for look in scene.looks]
-
-
 @pytest.mark.parametrize(
     ("states", "ended", "code"),
     [
@@ -63,18 +57,6 @@ def test_the_exit_code_is_that_of_the_worst(states: list[str], ended: bool, code
         leave_status(tmp_path / str(number), state, 1)
     scene = scene_of(tmp_path)
     assert [scene.has_ended(), scene.exit_code()] == [ended, code]
-
-
-def test_runs_that_begin_later_take_the_place_of_their_folder(tmp_path: Path) -> None:
-    scene = scene_of(tmp_path)
-    assert statuses(scene) == ["no run has begun here yet"]
-    assert (scene.has_ended(), scene.exit_code()) == (False, 3)
-    leave_status(tmp_path / "a", "running", 0)
-    leave_status(tmp_path / "b", "completed", 0)
-    assert statuses(scene) == ["running", "completed"]
-    leave_status(tmp_path / "a", "completed", 5)
-    assert statuses(scene) == ["completed", "completed"]
-    assert scene.has_ended()
 
 
 def test_words_name_runs_and_folders_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,19 +132,6 @@ def test_squeue_is_asked_seldom_and_at_once_for_other_jobs(tmp_path: Path, monke
     monkeypatch.setattr(watch, "_ASK_EVERY_S", 0.0)
     scene.look()
     assert len(squeue.asked) == 3
-
-
-def test_the_output_of_squeue_is_read() -> None:
-    asked: list[list[str]] = []
-
-    def squeue(command: Sequence[str]) -> str:
-        asked.append(list(command))
-        return "1|RUNNING|None|3:12:00\n2_7|PENDING|Priority|4:00:00\nodd line"
-
-    assert query_queue(["1", "2_7"], squeue) == {"1": RUNNING, "2_7": PENDING}
-    assert asked == [["squeue", "-h", "-r", "-j", "1,2_7,1,2_7", "-o", "%i|%T|%r|%L"]]
-    assert query_queue(["1"], lambda _: None) is None
-    assert query_queue(["1"], lambda _: "") == {}
 
 
 def test_a_failed_run_under_a_supervisor_is_waited_for(tmp_path: Path) -> None:

@@ -15,15 +15,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import Deadline, expected_kill
 from ci_llm.cluster.launch import Launch, read_launch
-from ci_llm.core.run_folder import record_attempt
 from ci_llm.core.run_status import RunStatus, read_status
 from ci_llm.run.end import attempt
-from tests.run.test_emergency_save import BrokenOnce
 
 
 def attempt_at_its_end(folder: Path, steps: list[int], began_at: int = 0, trained: int = 0) -> attempt.Attempt:
@@ -59,19 +55,6 @@ def test_an_interruption_reports_the_step_that_is_saved(
     assert f"interrupted (signal:SIGINT): {where}; resume with: " in caplog.messages[0]
 
 
-def test_steps_that_no_checkpoint_holds_do_not_count_as_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(attempt, "requeue", lambda *_, **keys: asked.update(keys))
-    for number in (1, 2):
-        record_attempt(tmp_path, number, 5)
-    ending = attempt_at_its_end(tmp_path, [5], began_at=5, trained=9)
-    ending.interrupted("signal:SIGTERM")
-    ending.last_act()
-    assert asked["without_progress"] == 2
-
-
 def test_a_full_disk_hides_no_interruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -89,21 +72,6 @@ def test_a_full_disk_hides_no_interruption(
     assert "status.json cannot be written: [Errno 28]" in refused
     assert "interrupted (signal:SIGTERM): step 5 is saved" in ended
     assert "put back" in queued
-
-
-def test_a_save_that_failed_hides_no_interruption(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A second Ctrl-C may come after a save has failed; the status must still say that the run was interrupted."""
-    with CheckpointManager(tmp_path) as manager:
-        manager.acquire_lease()
-        assert manager.save(3, {"w": torch.ones(3)})
-        manager.wait_until_finished()
-        manager._store._disk = BrokenOnce()
-        assert manager.save(5, {"w": torch.zeros(3)})
-        ending = attempt_at_its_end(tmp_path, [])
-        ending.manager = manager
-        ending.interrupted("signal:SIGINT")
-    assert (read_status(tmp_path).status, read_status(tmp_path).step) == ("interrupted", 3)
-    assert "the save in flight has failed: ZeroDivisionError: a bug" in caplog.messages
 
 
 # The command

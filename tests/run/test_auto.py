@@ -20,7 +20,6 @@ from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from ci_llm.config import Config, load_config, parse_config
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE
 from ci_llm.run.start import loading
-from ci_llm.run.start.loading import eval_samples_of
 from tests.run.test_call import StopAt
 
 ROOT = Path(__file__).parents[2]
@@ -103,14 +102,6 @@ def test_rates_follow_the_base_and_rows_follow_the_data(own_base: Path, tmp_path
     assert load_config(tmp_path / "both.yaml").max_train_steps is None
 
 
-def test_a_config_that_was_resolved_still_says_auto(own_base: Path) -> None:
-    """A later call with another base must resolve auto again and not inherit numbers of the embedded base."""
-    given = Config(seed=3, learning_rate="auto")
-    assert given.learning_rate == 8e-3
-    found = ci_llm.config.read_call(given, {"model_name": str(own_base)}).config
-    assert (found.learning_rate, found.lora_rank, found.seed) == (2e-4, 16, 3)
-
-
 @pytest.mark.slow
 def test_one_edited_line_gives_the_settings_of_an_own_base(own_base: Path, tmp_path: Path) -> None:
     rows = questions(tmp_path / "rows.jsonl", 31)
@@ -182,27 +173,3 @@ def test_a_run_keeps_the_date_that_its_chats_began_with(
     assert recorded(result.folder / "final_checkpoint").chat_date == "2026-01-02"
     log = (result.folder / "training.log").read_text()
     assert {*re.findall(r"first row.*?(\d\d Jan 2026)", log)} == {"02 Jan 2026"}
-
-
-@pytest.mark.slow
-def test_rows_longer_than_the_positions_of_the_base_are_cut_with_a_message(own_base: Path, tmp_path: Path) -> None:
-    one = questions(tmp_path / "one.jsonl", 1, words=200)
-    with pytest.raises(ci_llm.CiLlmError, match=f"whose answer begins after max_seq_length {POSITIONS}"):
-        ci_llm.train(QUICK, model_name=str(own_base), dataset_name=str(one), output_dir=tmp_path / "none")
-    text = tmp_path / "text.jsonl"
-    text.write_text(json.dumps({"text": "Ann has 3 pens and buys 4. " * 60}) + "\n")
-    result = ci_llm.train(
-        QUICK, model_name=str(own_base), dataset_name=str(text), output_dir=tmp_path / "run", epochs=1
-    )
-    config, told = recorded(result.folder / "final_checkpoint"), (result.folder / "training.log").read_text()
-    assert config.max_seq_length == POSITIONS
-    assert re.search(rf"1 texts of more than max_seq_length {POSITIONS} tokens are cut into \d+ blocks", told)
-    assert result.step > 1
-
-
-def test_evaluations_are_counted_by_what_training_reads() -> None:
-    config = Config(model_name="own", eval_steps=100, batch_size=10)
-    assert eval_samples_of(config, [10_000], 10) == 333  # 30,000 rows, 30 evaluations
-    assert eval_samples_of(config, [30], 10) == 50
-    assert eval_samples_of(config.model_copy(update={"eval_steps": None}), [1_000], 10) == 1_000
-    assert eval_samples_of(config.model_copy(update={"max_train_steps": 200}), [15], 10) == 250  # 100 epochs

@@ -108,21 +108,6 @@ def test_null_begins_a_run_afresh_and_later_calls_take_its_own_newest_step(run: 
     assert run.resumes_from("resume_from_checkpoint=null") == "run/checkpoint_step_3"
 
 
-def test_before_anything_is_saved_the_value_given_last_counts(source: Folder, run: Folder) -> None:
-    """A wrong path can still be corrected by the next call, because nothing was trained yet."""
-    run.begin(from_path(source.path / "checkpoint_step_4"))
-    assert run.resumes_from(from_path(source.path / "checkpoint_step_8")) == "source/checkpoint_step_8"
-    assert run.resumes_from("resume_from_checkpoint=null") is None
-    assert run.resumes_from() is None
-
-
-def test_a_final_checkpoint_counts_with_its_step(run: Folder) -> None:
-    run.begin(saves=(4, 8))
-    run.finish()
-    shutil.rmtree(run.path / "checkpoint_step_8")
-    assert run.resumes_from() == "run/final_checkpoint"
-
-
 @pytest.mark.parametrize("name", ["checkpoint_step_8", "final_checkpoint"])
 def test_the_folder_of_the_run_and_its_own_newest_mean_latest(name: str, run: Folder) -> None:
     run.begin(saves=(4, 8))

@@ -19,7 +19,7 @@ from ci_llm.errors import CheckpointError
 from ci_llm.run.step.evaluation import result_of
 from ci_llm.run.step.state import Best, TrainState, Validation
 from tests.support.campaign import sampled
-from tools.testbed.trials import STEPS, Cell, Fate, Trials, account, differences
+from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
 pytestmark = pytest.mark.slow
 
@@ -60,11 +60,6 @@ def test_a_value_that_is_not_a_number_is_never_the_best() -> None:
     assert seen(math.nan, math.nan).without_better == 2
     assert seen(math.nan, 0.7, math.nan).crowd == Best(20, 0.7)
     assert seen(0.7, math.inf).crowd == Best(10, 0.7)
-
-
-def test_the_state_holds_the_best_step() -> None:
-    state = TrainState(step=30, skipped=(0, 0), validation=seen(0.5, 0.3, 0.4))
-    assert TrainState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
 
 
 def test_a_failed_last_save_is_not_mistaken_for_a_failed_save_of_the_best_step() -> None:
@@ -167,17 +162,6 @@ def test_two_processes_agree_on_the_best_step(trials: Trials) -> None:
     assert not differences(account(whole), account(cut))
 
 
-def test_a_second_call_trains_nothing_and_one_with_more_patience_continues(trials: Trials, undisturbed: Path) -> None:
-    log = undisturbed / "log"
-    assert spoilt(trials, undisturbed) == [0]
-    assert f"This run is complete at step {LAST}" in log.read_text()
-    assert spoilt(trials, undisturbed, early_stopping_patience=100, load_best_model_at_end="false") == [0]
-    assert "changed since then: early_stopping_patience 3 -> 100" in log.read_text()
-    record = evaluation(undisturbed)
-    assert (record["step"], record["stopped_early"], record["best"]["crowd"]["step"]) == (STEPS, False, BEST)
-    assert load_checkpoint(undisturbed / "run/final_checkpoint").manifest.step == STEPS
-
-
 def test_a_best_step_that_is_damaged_cannot_be_the_result(trials: Trials) -> None:
     folder = trials.new_folder()
     assert spoilt(trials, folder, Fate("SIGTERM", steps=4)) == [0]
@@ -189,13 +173,3 @@ def test_a_best_step_that_is_damaged_cannot_be_the_result(trials: Trials) -> Non
     assert f"the best step, {BEST}, cannot be the result, so the last one is" in (folder / "log").read_text()
     record = evaluation(folder)
     assert (record["step"], record["best"]["crowd"]["step"]) == (LAST, BEST)
-
-
-def test_another_metric_starts_the_search_for_the_best_step_again(trials: Trials) -> None:
-    folder = trials.new_folder()
-    assert spoilt(trials, folder, Fate("SIGTERM", steps=4)) == [0]
-    assert spoilt(trials, folder, metric_for_best_model="exact_match", early_stopping_patience=100) == [0]
-    assert "best so far was by nll: from here on by exact_match alone" in (folder / "log").read_text()
-    best = evaluation(folder)["best"]
-    assert best["metric"] == "exact_match"
-    assert best["crowd"]["step"] > 4

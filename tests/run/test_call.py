@@ -236,17 +236,6 @@ def test_an_interrupted_job_is_requeued_after_everything_else(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_an_extended_run_is_complete_when_its_new_last_step_has_its_scores(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    first = ci_llm.train(KEYS, output_dir=folder, max_train_steps=2)
-    assert first.metrics["last_step"] == 2
-    assert ci_llm.train(KEYS, output_dir=folder, callbacks=[StopAt(3)]).status == "interrupted"
-    last = ci_llm.train(KEYS, output_dir=folder)
-    assert (last.status, last.step, last.metrics["step"], last.metrics["last_step"]) == ("completed", 4, 4, 4)
-    assert load_checkpoint(folder / "final_checkpoint").manifest.step == 4
-
-
-@pytest.mark.slow
 def test_the_evaluation_that_ends_a_run_is_made_and_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scored: list[int] = []
 

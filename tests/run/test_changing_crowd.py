@@ -125,19 +125,6 @@ def test_two_processes_stop_at_the_same_step(trials: Trials, server: ForkServer)
     assert not differences(account(undisturbed), account(folder))
 
 
-def test_a_request_that_cannot_be_met_is_refused_and_the_run_continues(
-    trials: Trials, server: ForkServer, unchanged: Path
-) -> None:
-    asks = (2, ["stop", "9"]), (3, ["stop", "8"])
-    folder = asked(trials, server, PLAIN, *asks, **THREE)
-    log = (folder / "run/training.log").read_text()
-    assert "the request to stop agent9: there is no agent9: there are agent0, agent1, agent2" in log
-    record = json.loads((folder / "run/crowd_changes.json").read_text())
-    assert [each["refused"] is not None for each in record] == [True, True]
-    assert not [*(folder / "run/requests").iterdir()]
-    assert not differences(account(unchanged), account(folder))
-
-
 # Agents with rows of their own
 
 OWN_ROWS: Final = ("{seed: 1, max_train_samples: 9}", "{seed: 2, max_train_samples: 5}", "{seed: 3}")

@@ -11,7 +11,7 @@ import pytest
 from ci_llm.distributed import processes as process_group
 from ci_llm.interrupts import Interrupts
 from tests.support.campaign import sampled
-from tests.support.elastic import ElasticTrials, Entry, faults, rows_that_count
+from tests.support.elastic import ElasticTrials
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 
@@ -52,21 +52,3 @@ def test_a_process_that_is_asked_to_stop_does_not_wait_for_a_peer_that_never_com
 ) -> None:
     assert server.run(meet, tmp_path / "log", peers=peers) == [code]
     assert ("the other processes have not come" in (tmp_path / "log").read_text()) == (peers == 0)
-
-
-def entry(round_name: str, step: int, rows: list[int], time: float) -> Entry:
-    return Entry(round=round_name, rank=0, world=2, pid=1, step=step, rows=rows, time=time)
-
-
-def test_the_ledger_counts_the_last_round_of_a_step_and_names_what_is_wrong() -> None:
-    entries = [
-        *(entry("a", 0, [1, 2], 0.0), entry("a", 0, [3], 0.1)),
-        *(entry("a", 1, [4], 0.2), entry("b", 1, [4, 5], 0.3)),
-    ]
-    assert rows_that_count(entries) == {0: [1, 2, 3], 1: [4, 5]}
-    assert [*faults({0: [3, 1, 2], 1: [5, 4]}, entries)] == []
-    assert [*faults({0: [1, 2], 1: [4, 6], 2: [7]}, entries)] == [
-        "step 0: lost [], repeated [3]",
-        "step 1: lost [6], repeated [5]",
-        "step 2: lost [7], repeated []",
-    ]

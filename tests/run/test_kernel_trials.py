@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.cli.main import main
@@ -61,23 +60,6 @@ def test_a_part_that_one_process_finds_wrong_stays_plain_on_all() -> None:
     crowd = crowd_on()
     assert tried(crowd, peers) == ["norms stays plain: it ran out of memory"]
     assert crowd.fast == tuple(part for part in PARTS if part != "norms")
-
-
-def test_parts_that_fail_only_together_all_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([None] * len(PARTS) + ["another peer's reason"])
-    peers: Any = SimpleNamespace(**vars(ALONE) | {"gather_object": lambda value: [value, next(answers)]})
-    crowd = crowd_on()
-    assert tried(crowd, peers) == ["everything stays plain: another peer's reason"]
-    assert crowd.fast == ()
-
-
-def test_a_trial_without_memory_leaves_everything_plain() -> None:
-    def fail(_: object) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    crowd = crowd_on()
-    assert tried(crowd, train=fail) == ["everything stays plain: CUDA out of memory"]
-    assert crowd.fast == ()
 
 
 @pytest.mark.parametrize("own_rows", [False, True])

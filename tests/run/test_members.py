@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import errno
-import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from ci_llm.config import Config
 from ci_llm.core.run_folder import CROWD_CHANGES
 from ci_llm.core.typed_json import dump_json, load_json
-from ci_llm.run.crowd_changes import change_crowd
 from ci_llm.run.start.agent_settings import crowd_settings
-from ci_llm.run.step import members as crowd_requests
 from ci_llm.run.step.members import (
     FOLDER,
     CrowdChange,
     Members,
-    RecordFailure,
     ask,
     config_of,
     decide,
@@ -33,7 +25,6 @@ from ci_llm.run.step.members import (
 )
 from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.step.state import Best, TrainState, Validation
-from tests.support.log_lines import log_lines
 
 FOUR = Config(num_agents=4)
 
@@ -146,34 +137,3 @@ def test_a_file_that_is_not_a_request_is_refused(tmp_path: Path, content: str, s
     assert says in found.refused
     decide(tmp_path, [found])
     assert not is_waiting(tmp_path)
-
-
-def test_a_full_disk_is_reported_once_and_the_request_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run: Any = SimpleNamespace(
-        config=Config(output_dir=str(tmp_path)),
-        state=TrainState(step=3),
-        processes=SimpleNamespace(on_main=lambda decide: decide()),
-        manager=SimpleNamespace(holds_lease=lambda: True),
-        nonfinite=SimpleNamespace(dropped=lambda recovery: ()),
-        is_finished=False,
-        record_failure=RecordFailure(),
-    )
-    verdict: Any = SimpleNamespace(request=True)
-    ask(tmp_path, 9)
-    with monkeypatch.context() as full, log_lines() as said:
-        for code in (errno.ENOSPC, errno.ENOSPC, errno.EDQUOT):
-            full.setattr(crowd_requests, "write_json", refusing(code))
-            change_crowd(run, verdict)
-    assert [line.rpartition("(")[2] for line in said] == ["No space left on device)", "Disk quota exceeded)"]
-    assert is_waiting(tmp_path)
-    with log_lines() as said:
-        change_crowd(run, verdict)
-    assert "there is no agent9" in said[-1]
-    assert not is_waiting(tmp_path)
-
-
-def refusing(code: int) -> Callable[..., None]:
-    def refuse(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    return refuse

@@ -21,16 +21,10 @@ def train(folder: Path, *words: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("word", "said", "name"),
-    [
-        ("num_agents=2", "has another crowd: num_agents was 1, is 2", "num_agents2"),
-        ("learning_rate=1e-3", "has other settings: learning_rate was 0.005, is 0.001", "learning_rate0.001"),
-    ],
-)
 def test_another_setting_is_answered_with_a_command_that_works(
-    word: str, said: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    word, said, name = "num_agents=2", "has another crowd: num_agents was 1, is 2", "num_agents2"
     assert train(tmp_path / "run") == 0
     assert "optimizer AdamW, learning_rate 0.005, cosine" in capsys.readouterr().out
     assert train(tmp_path / "run", word) == 2

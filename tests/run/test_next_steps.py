@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import shlex
 import shutil
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from ci_llm.cluster.launch import Launch
-from ci_llm.config import Config, load_config
-from ci_llm.run.context import Run
+from ci_llm.config import load_config
 from ci_llm.run.end.attempt import command_line
-from ci_llm.run.end.result import log_next_steps, next_steps
-from ci_llm.run.step.state import Validation
-from tests.report.folders import evaluation
+from ci_llm.run.end.result import next_steps
 
 ROOT = Path(__file__).parents[2]
 PRESET = "configs/qwen2.5_0.5b_gsm8k.yaml"
@@ -69,29 +63,3 @@ def test_a_suggestion_is_a_command_that_the_trainer_takes(
     *rest, last = said["longer"]
     assert last == "max_train_steps=..."
     assert load_config("configs.yaml", [*(word for word in rest if word != "--continue"), "max_train_steps=9"])
-
-
-LAUNCH = Launch("python", 1, 0, 0, 1, None, {}, arguments=())
-
-
-@pytest.mark.parametrize(
-    ("step", "without_better", "patience", "keys"),
-    [
-        (20, 5, None, "max_train_steps=..."),
-        (20, 1, 2, "max_train_steps=..."),
-        (9, 2, 2, "early_stopping_patience=4"),
-        (20, 3, 2, "early_stopping_patience=5 max_train_steps=..."),
-    ],
-)
-def test_the_suggested_longer_run_trains_further(
-    step: int, without_better: int, patience: int | None, keys: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """After early stopping, more steps alone ended at the same step again."""
-    caplog.set_level(logging.INFO)
-    config = Config(early_stopping_patience=patience)
-    state = SimpleNamespace(step=step, members=None, validation=Validation(without_better=without_better))
-    run: Any = Run.__new__(Run)
-    run.__dict__.update(config=config, state=state, total_steps=20)
-    log_next_steps(config, LAUNCH, evaluation(4, 8, 0.5, step), run.keys_to_go_on)
-    [longer] = [line for line in caplog.messages if line.startswith("longer")]
-    assert longer.endswith(f" {keys}   continues from here")

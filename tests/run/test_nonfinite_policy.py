@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ci_llm.core.run_folder import BadBatch
-from ci_llm.core.typed_json import decode, encode
-from ci_llm.distributed.ballot import Verdict
-from ci_llm.run.step.nonfinite import Findings, findings_of
-from ci_llm.run.step.nonfinite_policy import LEAST_LR_FACTOR, AgentRecovery, Bounds, RecoveryState
+from ci_llm.run.step.nonfinite import Findings
+from ci_llm.run.step.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
 from ci_llm.run.step.state import TrainState
 
 BOUNDS = Bounds(lr_divisor=2.0, max_in_a_row=3, good_after=4)
@@ -56,45 +54,12 @@ def test_an_episode_ends_and_the_next_one_has_its_own_rollback() -> None:
     assert (again.rolled_back, again.rollbacks, again.episode_start) == (True, 2, 7)
 
 
-def test_the_rate_is_never_cut_to_zero() -> None:
-    assert after("x." * 50).lr_factor == LEAST_LR_FACTOR
-
-
-def test_only_the_nonfinite_agent_changes() -> None:
-    recovery = RecoveryState(agents=(AgentRecovery(),) * 3).after(5, [1], BOUNDS)
-    assert [recovery.lr_factor(k) for k in range(3)] == [1.0, 0.5, 1.0]
-    assert [agent.nonfinite_in_a_row for agent in recovery.agents] == [0, 1, 0]
-
-
-def test_a_step_left_out_for_an_overflow_counts_as_neither_nonfinite_nor_finite() -> None:
-    before = RecoveryState(agents=(after("x"), after("x")))
-    then = before.after(1, (), BOUNDS, overflowed=(0,))
-    assert then.agents == (after("x"), after("x."))
-
-
 def test_only_an_overflow_halves_the_loss_scale() -> None:
     state = TrainState(skipped=(0, 0), loss_scale=8.0)
     for nonfinite, scale in (((0,), 4.0), ((0, 1), 8.0)):
         findings = Findings(left_out=(0, 1), nonfinite=nonfinite, bad_batch=False, tokens=1)
         moved = state.advance(1, 1, findings.left_out, findings.overflowed)
         assert (moved.loss_scale, moved.skipped) == (scale, (1, 1))
-
-
-def test_a_dropped_agent_does_not_count_as_an_overflow() -> None:
-    verdict = Verdict(10, (False, False), (1.0, 1.0, 5.0, 5.0, 0.0, 10.0), out_of_memory=False, stop=None, save=False)
-    state = TrainState(skipped=(0, 0), loss_scale=8.0)
-    for known_bad in (False, True):
-        findings = findings_of(verdict, state.loss_scale, known_bad=known_bad, dropped=(1,))
-        state = state.advance(1, findings.tokens, findings.left_out, findings.overflowed)
-    assert (state.loss_scale, state.clean_steps, state.skipped) == (8.0, 2, (1, 2))
-
-
-def test_a_finite_step_of_a_run_without_faults_changes_nothing() -> None:
-    recovery = RecoveryState(agents=(AgentRecovery(),) * 2)
-    assert recovery.after(5, [], BOUNDS) == recovery
-    assert (recovery.lr_factor(0), recovery.limit(8), recovery.is_bad_batch(5, lambda _: [1])) == (1.0, 8, False)
-    assert (recovery.micro_batch_size, recovery.recompute) == (None, False)
-    assert replace(recovery, micro_batch_size=4).limit(8) == 4
 
 
 def test_a_bad_batch_changes_no_agent_and_is_recognised_by_its_rows() -> None:
@@ -107,16 +72,3 @@ def test_a_bad_batch_changes_no_agent_and_is_recognised_by_its_rows() -> None:
     assert recovery.after(6, [], BOUNDS).bad_batches_in_a_row == 0
     assert recovery.after_bad_batch(BadBatch(5, (3, 1))).bad_batches == recovery.bad_batches
     assert recovery.without_batches_from(5).bad_batches == ()
-
-
-def test_a_later_request_of_the_supervisor_never_raises_rate_or_batch() -> None:
-    recovery = RecoveryState().with_requests(0.5, 8)
-    assert (recovery.requested_lr_factor, recovery.micro_batch_size) == (0.5, 8)
-    assert recovery.with_requests(1.0, None) == recovery
-    assert recovery.with_requests(0.25, 16) == RecoveryState(requested_lr_factor=0.25, micro_batch_size=8)
-
-
-def test_the_state_is_restored_from_plain_values() -> None:
-    recovery = RecoveryState(agents=(AgentRecovery(), after("xx"))).after_bad_batch(BadBatch(5, (3, 1)))
-    state = TrainState(step=9, rows_per_step=8, skipped=(2, 0), recovery=recovery)
-    assert TrainState.from_dict(decode(encode(state.to_dict()))) == state

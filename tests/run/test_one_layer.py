@@ -140,13 +140,6 @@ def test_another_rounding_in_the_backward_pass_alone_changes_the_digest(monkeypa
     assert digest_of(crowd) != found
 
 
-def test_rows_of_other_lengths_and_rows_per_agent_have_other_digests() -> None:
-    crowd = crowd_on()
-    assert len({digest_of(crowd), digest_of(crowd, (9, 17)), digest_of(crowd, (17, 9, 5))}) == 3
-    assert len(fixed_batch(crowd, LENGTHS, own_rows=True)) == crowd.num_agents
-    assert digest_of(crowd, own_rows=True) == digest_of(crowd, own_rows=True)
-
-
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("family", drawn([name for name in FAMILIES if name not in NO_DECODERS], 5, seed=1))
 def test_one_layer_of_every_family_runs_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:

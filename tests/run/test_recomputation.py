@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from ci_llm.base.load import load_architecture
 from ci_llm.cli.main import main
-from ci_llm.config import Config, load_config
+from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.data.agent_rows import Lengths
 from ci_llm.distributed import processes
-from ci_llm.run.start.cost_model import passes_without_estimate, trace_longest
+from ci_llm.run.start.cost_model import passes_without_estimate
 from tests.support import small_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]
@@ -72,14 +70,3 @@ def test_a_run_decides_by_the_free_memory_where_it_begins_and_keeps_it(
 def test_a_run_with_room_recomputes_nothing(train_with: Train, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_with(10**12, 1) == 0
     assert "use_gradient_checkpointing=false: by estimate" in capsys.readouterr().out
-
-
-def test_recomputed_layers_need_less_by_the_estimate() -> None:
-    shape, lengths = load_architecture("embedded"), Lengths(60, 8.0, 80, learned=0.3)
-    kept, recomputed = (
-        trace_longest(load_config(None, [f"use_gradient_checkpointing={on}"]), shape, torch.device("cpu"), 8, lengths)
-        for on in ("false", "true")
-    )
-    assert recomputed.activation_bytes < kept.activation_bytes / 2
-    assert recomputed.flops > kept.flops
-    assert recomputed.agents_bytes == kept.agents_bytes

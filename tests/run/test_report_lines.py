@@ -7,19 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from ci_llm.config import Config
-from ci_llm.crowd.scoring import AnswerScores, Solved
 from ci_llm.data.agent_rows import EvaluationRows
-from ci_llm.data.rows import ListedRows
-from ci_llm.data.sources import load_rows, recognised
-from ci_llm.data.tokens import TokenizedRows, tokenize
+from ci_llm.data.sources import load_rows
+from ci_llm.data.tokens import tokenize
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.run.start.loading import describe_rows
-from ci_llm.run.step.evaluation import Evaluator, Rounds
-from tests.support.crowds import disturbed_crowd
+from ci_llm.run.step.evaluation import Rounds
 from tests.support.log_lines import log_lines
 
 
@@ -45,36 +41,6 @@ def test_the_log_warns_where_something_is_chosen_by_test_rows(
     assert [line.split(";")[0] for line in said] == (
         [f"data      {choice} is chosen on the rows of split test"] if choice else []
     )
-
-
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(("length", "counted", "warned"), [(40, 2, False), (9, 3, True), (400, 0, False)])
-def test_rows_that_leave_no_place_for_an_answer_are_counted_and_none_left_is_warned_about(
-    length: int, counted: int, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = EvaluationRows.of([some_of_length(length, tmp_path)])
-    unused: Any = None
-    evaluator = Evaluator(Config(max_seq_length=length), disturbed_crowd(), rows, unused, unused)
-    monkeypatch.setattr(evaluator, "_score_answers", lambda *_: None)  # as if a stop was asked for
-    with log_lines() as lines:
-        assert evaluator.answers(1, 1) is None
-    told = f"evaluate  not asked: {counted} rows, no place for a whole answer within {length} tokens"
-    assert [line for line in lines if "not asked" in line] == ([told] if counted else [])
-    assert any("no answers are generated, as no row is left to ask" in line for line in lines) == warned
-
-
-def some_of_length(length: int, folder: Path) -> TokenizedRows:
-    """One short answer and two long ones."""
-    raw = [{"question": "1+1?", "answer": "1+1=2\n" * count} for count in (1, 20, 30)]
-    tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
-    return tokenize(recognised(ListedRows(raw), "here"), tokenizer, max_seq_length=length, cache_folder=folder)
-
-
-def test_the_example_of_the_first_process_that_has_one_is_shown() -> None:
-    example = Solved("q", "a", "a", (True, True, True))
-    nothing, some = AnswerScores(torch.zeros(3, 0).bool()), AnswerScores(torch.ones(3, 1).bool(), example)
-    assert AnswerScores.joined([nothing, some, AnswerScores(some.right)]).example == example
-    assert AnswerScores.joined([nothing]).example is None
 
 
 @pytest.mark.parametrize("asked", [{"stop": "signal:SIGTERM"}, {"out_of_memory": True}])

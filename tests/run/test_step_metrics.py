@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ci_llm.checkpoints.manifest import copy_info
-from ci_llm.distributed.ballot import StepSums
 from ci_llm.run.step.step_metrics import StepMetrics
 
 CPU = torch.device("cpu")
@@ -42,22 +41,6 @@ def test_a_step_that_is_not_finite_for_an_agent_does_not_count_for_it() -> None:
     means = after(STEPS[0], (30, [math.nan, 60.0, math.nan], [math.inf, 5.0])).means()
     assert (means["train/agent0/loss"], means["train/agent0/grad_norm"], means["train/diversity"]) == (1.0, 1.0, 0.1)
     assert (means["train/agent1/loss"], means["train/agent1/grad_norm"]) == (90 / 40, 4.0)
-
-
-def test_an_agent_that_was_never_finite_has_nan_and_is_not_in_the_mean() -> None:
-    means = after((10, [math.nan, 30.0, 1.0], [math.nan, 3.0])).means()
-    assert math.isnan(means["train/agent0/loss"])
-    assert math.isnan(means["train/agent0/grad_norm"])
-    assert means["train/task_loss"] == 3.0
-
-
-def test_an_interval_in_which_nothing_was_trained_on_has_no_means_and_leaves_nothing_in_a_checkpoint() -> None:
-    fresh = StepMetrics(2, CPU)
-    fresh.count(100)
-    assert (fresh.means(), fresh.record()) == ({}, {})
-    logged = after(*STEPS)
-    logged.restart()
-    assert (logged.means(), logged.record()) == ({}, {})
 
 
 @pytest.mark.parametrize("cut", [1, 2])
@@ -97,16 +80,3 @@ def test_a_checkpoint_between_two_lines_holds_the_metrics_of_an_objective() -> N
     for each in (metrics, loaded):
         each.add_named(NAMED, [(0.0, 1.0, -2.0, 2.0), (1.0, 1.0, 9.0, 1.0)])
     assert loaded.means() == metrics.means()
-
-
-@pytest.mark.parametrize("metrics", [0, 1, 3])
-def test_sums_of_a_step_are_told_apart(metrics: int) -> None:
-    targets = [5, 7]
-    measured = torch.arange(4.0 * metrics).double().reshape(2, metrics, 2) if metrics else None
-    packed = StepSums.pack(
-        torch.tensor([1.5, 2.5], dtype=torch.float64), targets, torch.tensor(0.5, dtype=torch.float64), 9, measured
-    )
-    assert len(packed) == StepSums.size(2, metrics=metrics)
-    found = StepSums.unpack(packed.tolist(), 2)
-    assert (found.losses, found.targets, found.diversity, found.tokens) == ((1.5, 2.5), tuple(targets), 0.5, 9)
-    assert found.metrics == (() if measured is None else tuple(tuple(own.flatten().tolist()) for own in measured))

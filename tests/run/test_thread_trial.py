@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ import torch
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.cli.main import main
 from ci_llm.cluster import launch
-from ci_llm.core.run_status import read_status
 from ci_llm.run import thread_trial
 from ci_llm.run.thread_trial import choose_threads
 from tests.run.test_other_processor import digests
@@ -213,24 +211,6 @@ def test_a_resume_takes_the_number_of_its_checkpoint(
     assert train(tmp_path, *longer, "max_train_steps=6", "cpu_threads=1") == 0
     assert "exactness: sample-exact (threads 2 -> 1" in capsys.readouterr().out
     assert threads_of(tmp_path, 6) == 1
-
-
-@pytest.mark.slow
-def test_a_signal_during_the_trial_ends_the_run_before_its_first_step(
-    two_cores: pytest.MonkeyPatch, tmp_path: Path, cache: Path
-) -> None:
-    class Struck(Favour):
-        def perf_counter(self) -> float:
-            if self.asked == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return super().perf_counter()
-
-    two_cores.setattr(thread_trial, "time", clock := Struck(1))
-    assert train(tmp_path) == 0
-    assert (clock.asked, cache.exists()) == (4, False), "the pass under way ended, and none followed"
-    status = read_status(tmp_path)
-    assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", 0)
-    assert not [*tmp_path.glob("checkpoint_step_*")]
 
 
 def train_on_many_cores(folder: str, arguments: list[str], fate: None) -> int:

@@ -127,12 +127,3 @@ def test_a_run_resumes_on_any_other_number_of_processes(worlds: Worlds) -> None:
     log = (folder / "run/training.log").read_text()
     assert [f"step {step} of 30" in log for step in (8, 15, 24)] == [True] * 3
     assert all(f"sample-exact (processes {change}" in log for change in ("4 -> 2", "2 -> 3", "3 -> 1"))
-
-
-def test_agents_with_settings_of_their_own_train_the_same_weights_in_two_processes(worlds: Worlds) -> None:
-    own = "[{lora_rank: 3, seed: 1, learning_rate: 1e-3, dropconnect_p: 0}, {row_weights: bootstrap, seed: 2}]"
-    keys = {**DOUBLE, "max_train_steps": 12, "agents": own}
-    alone, together = worlds.run(1, **keys), worlds.run(2, **keys)
-    assert samples(together) == samples(alone) == planned(ODD, 12)
-    assert difference(losses(together), losses(alone)) < 1e-8
-    assert difference(weights(together), weights(alone)) < 1e-6

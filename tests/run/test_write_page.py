@@ -45,11 +45,3 @@ def test_a_completed_run_writes_its_report(folder: Path) -> None:
 def test_no_report_is_written_where_it_would_delay_the_exit(why_not: dict[str, Any], folder: Path) -> None:
     write_page(*run(folder, grace_s=30.0, **why_not))
     assert not (folder / "report.html").exists()
-
-
-def test_a_damaged_file_of_the_run_is_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (folder / "evaluation.json").write_text("{")
-    write_page(*run(folder))
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert record.getMessage().startswith("report.html was not written: BadInput: this is not an evaluation")

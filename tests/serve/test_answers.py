@@ -15,7 +15,7 @@ from ci_llm.crowd.generation import targets_of
 from ci_llm.data.batches import pack
 from ci_llm.embedded import rows
 from tests.serve.listening import QUESTION, Listening, chat
-from tests.support.crowds import K, bits_in_company, disturbed_crowd
+from tests.support.crowds import K, bits_in_company
 
 pytestmark = pytest.mark.slow
 
@@ -157,16 +157,6 @@ def test_an_echo_gives_the_log_probabilities_of_a_prompt(served: Listening, crow
     assert only["logprobs"]["token_logprobs"] == pytest.approx([None, *found], abs=1e-6)
 
 
-def test_prompts_of_completions_are_strings_or_ids_and_are_continued_as_they_are(served: Listening) -> None:
-    ids = disturbed_crowd().prompter.plain_ids("Ann has")  # type: ignore[union-attr]
-    texts = served.complete(prompt=["Ann has", "Ben has 4"], max_tokens=6, return_token_ids=True)
-    assert [choice["index"] for choice in texts["choices"]] == [0, 1]
-    assert texts["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in texts["choices"])
-    [again] = served.complete(prompt=ids, max_tokens=6)["choices"]
-    assert again["text"] == texts["choices"][0]["text"]
-    assert len(served.complete(prompt=[ids, ids])["choices"]) == 2
-
-
 @bits_in_company
 def test_developer_messages_and_text_parts_are_read_as_system_messages_and_texts(served: Listening) -> None:
     def ask(role: str, content: Any) -> dict[str, Any]:
@@ -177,15 +167,3 @@ def test_developer_messages_and_text_parts_are_read_as_system_messages_and_texts
 
     parts = [{"type": "text", "text": QUESTION[:9]}, {"type": "text", "text": QUESTION[9:]}]
     assert ask("developer", parts) == ask("system", QUESTION)
-
-
-def test_fields_without_effect_on_answers_are_accepted(served: Listening) -> None:
-    harmless = {"user": "me", "store": False, "metadata": {"a": "b"}, "reasoning_effort": "low"}
-    nothing = {
-        "frequency_penalty": 0,
-        "logit_bias": {},
-        "tools": None,
-        "response_format": {"type": "text"},
-        "top_k": -1,
-    }
-    assert text_of(served.ask(max_tokens=8, **harmless, **nothing)) == text_of(served.ask(max_tokens=8))

@@ -238,20 +238,6 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised(served: Listening, to
 
 
 @pytest.mark.slow
-def test_what_fits_is_never_too_many_characters(served: Listening) -> None:
-    """The longest token again and again; BOS and one token of the answer take the rest of the context."""
-    crowd = disturbed_crowd()
-    assert crowd.prompter is not None
-    backend = crowd.prompter.tokenizer
-    longest = max((backend.decode([number]) for number in range(len(backend))), key=len)
-    assert len(crowd.prompter.plain_ids(longest)) == 2
-    assert served.complete(prompt=longest * 510, max_tokens=1)["usage"]["prompt_tokens"] == 511
-    assert refused(served.post("/v1/completions", {"model": "crowd", "prompt": longest * 512, "max_tokens": 1})) == (
-        *(400, "context_length_exceeded", "prompt"),
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_of_a_long_prompt_only_so_much_is_tokenised_as_shows_that_it_does_not_fit(
     small_pieces: Listening, tokenizer: Tokenizer, path: str
@@ -280,23 +266,6 @@ def test_a_short_request_is_answered_while_a_long_text_is_tokenised(
     tokenizer.opened.set()
     asking.join(DEADLINE_S)
     assert answers[0].json()["usage"]["completion_tokens"] == 1
-
-
-@pytest.mark.parametrize(("odd", "drops"), [("\u0301", True), ("", False)])
-def test_without_a_length_per_token_characters_do_not_count(odd: str, drops: bool) -> None:
-    """A tokenizer that drops accents, or makes one token of what it does not know, takes texts of any length."""
-
-    class Dropping:
-        tokenizer = property(lambda self: self)
-
-        def get_vocab(self) -> dict[str, int]:
-            return {"abcd": 0}
-
-        def plain_ids(self, text: str) -> list[int]:
-            return [0] * (len(text.replace(odd, "")) // 4 if odd else len(text) // 4)
-
-    served = request.Served(Dropping(), ["a"], "crowd", 100, 9, frozenset(), 3)  # type: ignore[arg-type]
-    assert served.characters == (None if drops else 400)
 
 
 # Bodies that nobody thought of
@@ -338,16 +307,3 @@ def problem_or(function: Callable[[], T]) -> T | ApiProblem:
 def test_any_bytes_are_parsed_or_refused(raw: bytes) -> None:
     found = problem_or(lambda: parsed(raw))
     assert isinstance(found, dict) or found.status == 400
-
-
-@pytest.mark.slow
-@settings(max_examples=campaign.size(100, 1000))
-@given(fields=FIELDS, is_chat=st.booleans())
-def test_any_fields_are_answered_or_refused(served: Listening, fields: dict[str, Any], is_chat: bool) -> None:
-    short = {"max_tokens": 2, "n": 1, "stream": False}
-    first = {"messages": [MESSAGE]} if is_chat else {"prompt": "x"}
-    path = "/v1/chat/completions" if is_chat else "/v1/completions"
-    fields = {name: value for name, value in fields.items() if name not in ("n", "max_completion_tokens")}
-    answer = served.post(path, {"model": "crowd", **short, **first, **fields})
-    assert answer.status_code in (200, 400, 404), answer.text
-    assert "error" in answer.text or answer.status_code == 200

@@ -83,14 +83,3 @@ def test_the_server_s_own_minimum_holds_where_a_request_says_nothing(calibrated:
         free = strict.ask(QUESTIONS[0], max_tokens=24, ci_llm={"minimum_confidence": 0.0})
         assert not free["choices"][0]["ci_llm"]["abstained"]
         assert strict.ask(QUESTIONS[0], model="agent0", max_tokens=24)["choices"][0]["message"]["content"]
-
-
-def test_defaults_that_need_the_calibration_apply_only_to_its_aggregator(calibrated: Crowd) -> None:
-    served = disturbed_crowd()
-    served.calibration = calibrated.calibration
-    vote = {"aggregator": "majority"}
-    with Listening(of_run(served, Options(minimum_confidence=0.5))) as strict:
-        answer = strict.post("/v1/chat/completions", chat(QUESTIONS[0], max_tokens=4, ci_llm=vote))
-        error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (400, "ci_llm.aggregator")
-        assert "the server's own minimum_confidence" in error["message"]

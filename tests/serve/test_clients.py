@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from langchain_openai import ChatOpenAI
 from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 
 from ci_llm.crowd.crowd import Crowd
@@ -22,7 +17,7 @@ from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.scoring import score
 from ci_llm.data.batches import pack
 from ci_llm.embedded import BASE_FOLDER, rows
-from tests.serve.listening import QUESTION, Listening, chat
+from tests.serve.listening import QUESTION, Listening
 from tests.support.crowds import K
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:langchain")]
@@ -94,16 +89,6 @@ def test_openai_asks_many_at_once_and_waits_where_the_queue_is_full(served: List
     assert {found.choices[0].message.content for found in asyncio.run(ask(20))} == {answer}
 
 
-def test_openai_raises_its_own_exceptions(client: openai.OpenAI, served: Listening) -> None:
-    with pytest.raises(openai.NotFoundError, match="does not exist; there are: crowd"):
-        client.chat.completions.create(model="gpt-5", messages=MESSAGES)
-    with pytest.raises(openai.BadRequestError, match="temperature"):
-        client.chat.completions.create(model="crowd", messages=MESSAGES, temperature=9)
-    stranger = client.with_options(api_key="another")
-    with pytest.raises(openai.AuthenticationError, match="Incorrect API key"):
-        stranger.models.list()
-
-
 def test_langchain_invokes_streams_and_batches(served: Listening, answer: str) -> None:
     model = ChatOpenAI(model="crowd", base_url=f"{served.url}/v1", api_key=lambda: str(served.key), temperature=0)
     found = model.invoke(QUESTION)
@@ -113,17 +98,6 @@ def test_langchain_invokes_streams_and_batches(served: Listening, answer: str) -
     assert [each.content for each in model.batch([QUESTION, QUESTION])] == [answer, answer]
     with pytest.raises(openai.BadRequestError, match="tools"):
         model.bind_tools([{"type": "function", "function": {"name": "f", "parameters": {}}}]).invoke(QUESTION)
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl; apt-get install curl")
-def test_curl_asks_without_a_content_type(served: Listening, answer: str) -> None:
-    key = ["-H", f"Authorization: Bearer {served.key}"]
-    address = f"{served.url}/v1/chat/completions"
-    asked = ["curl", "--silent", "--noproxy", "*", *key, address, "-d", json.dumps(chat())]
-    told = subprocess.run(asked, capture_output=True, check=True, text=True).stdout
-    assert json.loads(told)["choices"][0]["message"]["content"] == answer
-    asked[-1] = json.dumps(chat(stream=True))
-    assert subprocess.run(asked, capture_output=True, check=True, text=True).stdout.endswith("data: [DONE]\n\n")
 
 
 @pytest.fixture
@@ -154,18 +128,6 @@ def test_lm_eval_scores_over_http_as_in_process(
     wanted = [nats(crowd, who, [*question, *answer], len(question)) for _, question, answer in asked]
     assert [each for each, _ in found] == pytest.approx(wanted, abs=1e-5)
     assert len(set(wanted)) == 5
-
-
-def test_lm_eval_s_own_model_gives_an_agent_the_same_scores(
-    harness: Callable[[str], LocalCompletionsAPI], saved: Path
-) -> None:
-    over_http = harness("agent1")
-    alone = HFLM(str(BASE_FOLDER), peft=str(saved / "agent1"), device="cpu", batch_size=3, dtype="float32")
-    pairs = [(row["question"] + "\n", row["answer"]) for row in rows("test")[:5]]
-    asked = [Instance("loglikelihood", {}, pair, at) for at, pair in enumerate(pairs)]
-    found, wanted = (each.loglikelihood(asked, disable_tqdm=True) for each in (over_http, alone))
-    assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in wanted]
-    assert [each for each, _ in found] == pytest.approx([each for each, _ in wanted], abs=1e-4)
 
 
 def test_lm_eval_reads_a_text_longer_than_the_context_in_windows_and_each_token_once(

@@ -9,7 +9,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from ci_llm.crowd.crowd import Crowd
@@ -18,7 +17,6 @@ from ci_llm.errors import BadInput, CiLlmError, ModelError
 from ci_llm.serve import Options
 from ci_llm.serve.remote import of_engine
 from tests.serve.listening import Listening, chat
-from tools.testbed.events import DEADLINE_S
 
 pytestmark = pytest.mark.slow
 
@@ -59,16 +57,6 @@ def test_agents_and_base_are_passed_through_and_streams_hold_the_whole_text(
         assert end["choices"][0]["finish_reason"] == wanted["finish_reason"]
     drawn = voting.ask(model="agent0", n=3, seed=4, temperature=1.5, max_tokens=24)["choices"]
     assert len({choice["message"]["content"] for choice in drawn}) > 1
-
-
-def test_requests_that_an_engine_cannot_serve_are_refused(voting: Listening) -> None:
-    for fields, param in (
-        ({"logprobs": True}, "logprobs"),
-        ({"ci_llm": {"aggregator": "probability"}}, "ci_llm.aggregator"),
-        ({"ci_llm": {"minimum_confidence": 0.5}}, "ci_llm.minimum_confidence"),
-    ):
-        answer = voting.post("/v1/chat/completions", chat(**fields))
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 # A stand-in that speaks vLLM's API
@@ -150,25 +138,6 @@ def test_a_vote_takes_2k_requests_and_a_majority_k(stand_in: tuple[str, type[Sta
         engine.status = 429
         assert voting.post("/v1/chat/completions", chat(model="mine")).headers["retry-after"] == "1"
         voting.wait_for((0, 0))
-
-
-def test_failed_and_abandoned_texts_are_counted(
-    stand_in: tuple[str, type[StandIn]], saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (url, engine), body = stand_in, chat(n=2, temperature=1.0, model="agent0")
-    with Listening(of_engine(Options(run=str(saved), engine=url, slots=1))) as voting:
-        engine.status = 500
-        assert voting.post("/v1/chat/completions", body).status_code == 502
-        voting.wait_for((0, 0))
-        failed, given_up = (voting.metric("request_success_total", finished_reason=why) for why in ("error", "abort"))
-        assert failed + given_up == 2
-        engine.status, held, choice = 200, threading.Event(), engine.choice
-        monkeypatch.setattr(engine, "choice", lambda *given: (held.wait(DEADLINE_S), choice(*given))[1])
-        with pytest.raises(httpx.ReadTimeout):
-            voting.http.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(DEADLINE_S, read=0.5))
-        voting.wait_for((0, 0))
-        held.set()
-        assert voting.metric("request_success_total", finished_reason="abort") == given_up + 2
 
 
 def test_a_malformed_answer_of_an_engine_becomes_an_error(stand_in: tuple[str, type[StandIn]], saved: Path) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import signal
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +14,6 @@ from typing import Any
 
 import aiohttp
 import httpx
-import openai
 import psutil
 import pytest
 
@@ -24,13 +21,12 @@ from ci_llm.crowd.decoder import Decoder
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput
 from ci_llm.serve import Options
-from ci_llm.serve.app import of_run, run_until_signal, server_of
-from ci_llm.serve.metrics import Metrics
+from ci_llm.serve.app import of_run, run_until_signal
 from tests.serve.listening import Listening, chat
 from tests.support import campaign
 from tests.support.children import Child
 from tests.support.crowds import disturbed_crowd
-from tools.testbed.events import DEADLINE_S, wait_until
+from tools.testbed.events import DEADLINE_S
 
 pytestmark = pytest.mark.slow
 
@@ -114,13 +110,6 @@ def test_a_foreign_host_name_is_refused_without_a_key(wide: Listening, served: L
         assert answer("our.machine:8000", listening).status_code == 200, "its names are not known"
 
 
-def test_an_idle_connection_is_kept_for_longer_than_clients_keep_it() -> None:
-    """The client must close first: a request could be under way while the server closes the connection."""
-    of_clients = {"openai": openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry, "aiohttp": 15.0, "nginx": 60.0}
-    kept = server_of(of_run(disturbed_crowd(), Options())).config.timeout_keep_alive
-    assert all(kept > (each or 0) for each in of_clients.values())
-
-
 def test_clients_that_go_away_free_their_slots(served: Listening) -> None:
     async def vanish(stream: bool) -> None:
         async with aiohttp.ClientSession(headers=served.headers) as session:
@@ -136,40 +125,6 @@ def test_clients_that_go_away_free_their_slots(served: Listening) -> None:
         asyncio.run(vanish(stream))
         served.wait_for((0, 0))
     assert served.metric("request_success_total", finished_reason="abort") == aborted + 8
-
-
-def test_a_client_killed_during_a_stream_does_not_affect_others(served: Listening) -> None:
-    whole = served.ask()["choices"][0]["message"]["content"]
-    source = f"""
-import httpx
-with httpx.stream("POST", {served.url!r} + "/v1/chat/completions", json={chat(stream=True, **LONG)!r},
-                  headers={served.headers!r}, timeout={DEADLINE_S}, trust_env=False) as answer:
-    for number, line in enumerate(answer.iter_lines()):
-        print("line", number)
-"""
-    with Child.python(source) as child:
-        child.read_until("line 6")
-        child.process.send_signal(signal.SIGKILL)
-        child.process.wait(DEADLINE_S)
-        assert served.ask()["choices"][0]["message"]["content"] == whole
-    served.wait_for((0, 0))
-
-
-def test_a_full_queue_answers_429_with_retry_after(served: Listening) -> None:
-    async def fill() -> httpx.Response:
-        async with aiohttp.ClientSession(headers=served.headers) as session:
-            body = chat(n=12, **LONG)
-            asked = asyncio.ensure_future(session.post(f"{served.url}/v1/chat/completions", json=body))
-            await asyncio.to_thread(served.wait_for, (4, 8))
-            refusal = await asyncio.to_thread(served.post, "/v1/chat/completions", chat())
-            asked.cancel()
-            return refusal
-
-    refusal = asyncio.run(fill())
-    assert refusal.status_code == 429
-    assert refusal.json()["error"]["type"] == "rate_limit_error"
-    assert int(refusal.headers["retry-after"]) >= 1
-    served.wait_for((0, 0))
 
 
 def test_an_error_in_a_step_fails_one_text_and_not_the_others(
@@ -202,18 +157,6 @@ def test_an_error_in_a_step_fails_one_text_and_not_the_others(
     assert "no memory" not in error["message"], "what it says may tell of this machine"
     good = [body["choices"][0]["message"] for status, body in found if status == 200]
     assert good == [wanted[0]["message"]] * 2
-
-
-def test_no_client_waits_for_an_engine_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr("ci_llm.serve.engine.logger.exception", lambda *_: None)
-    with Listening(of_run(disturbed_crowd(), Options())) as listening:
-        monkeypatch.setattr(Metrics, "load", failing)
-        for path in ("/v1/chat/completions", "/v1/chat/completions", "/healthz"):
-            answer = listening.http.request("POST" if "chat" in path else "GET", path, json=chat(**LONG))
-            assert answer.status_code == 503
 
 
 # As a process of its own
@@ -271,33 +214,6 @@ def test_the_drain_has_a_bound(saved: Path) -> None:
                 assert "data: [DONE]" in rest, "it may also have been told why"
                 raise httpx.ReadError("ended")
         assert child.process.wait(DEADLINE_S) == 0
-
-
-def test_a_log_on_a_full_disk_does_not_stop_answers(saved: Path) -> None:
-    source = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1])"
-    port = subprocess.run([sys.executable, "-c", source], capture_output=True, check=True, text=True).stdout.strip()
-    command = [sys.executable, "-m", "ci_llm", "serve", str(saved), "--port", port]
-    with open("/dev/full", "w") as full:
-        server = subprocess.Popen(command, stdout=full, stderr=full, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S, trust_env=False) as http:
-            # Its first line cannot be written, so that only its port shows when it is ready.
-            wait_until("it answers or has ended", lambda: is_up(http) or server.poll() is not None)
-            assert server.poll() is None, "it has ended"
-            for _ in range(3):
-                assert http.post("/v1/chat/completions", json=chat(max_tokens=4)).status_code == 200
-        server.terminate()
-        assert server.wait(DEADLINE_S) == 0
-    finally:
-        server.kill()
-        server.wait()
-
-
-def is_up(http: httpx.Client) -> bool:
-    try:
-        return http.get("/healthz").status_code == 200
-    except httpx.ConnectError:
-        return False
 
 
 def test_a_port_that_is_taken_is_refused(served: Listening) -> None:

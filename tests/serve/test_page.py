@@ -120,22 +120,6 @@ def test_an_answer_can_be_stopped_and_asked_for_again(
     assert browser.evaluate("turns.length") == 2
 
 
-def test_one_model_can_be_asked_and_lines_can_be_written(browser: Browser, open_to_all: Listening) -> None:
-    browser.evaluate("at('model').value = 'agent2'; 1")
-    browser.ask("Input.insertText", text="Ann has")
-    press(browser, "Enter", 13, modifiers=8)  # with Shift
-    browser.ask("Input.insertText", text="7 pens.")
-    assert browser.evaluate("at('text').value") == "Ann has\n7 pens."
-    press(browser, "Enter", 13)
-    answered(browser)
-    assert browser.evaluate(SAID) == [
-        open_to_all.ask("Ann has\n7 pens.", model="agent2")["choices"][0]["message"]["content"]
-    ]
-    assert browser.evaluate("document.querySelectorAll('details').length") == 0
-    browser.evaluate("at('new').click(); 1")
-    assert browser.evaluate("[turns.length, document.querySelectorAll('article').length]") == [0, 0]
-
-
 def test_answers_are_shown_as_text_and_never_as_markup(browser: Browser) -> None:
     ask(browser, "<img src=x onerror='window.bad = 1'> <b>7</b>")
     answered(browser)
@@ -154,14 +138,6 @@ def test_the_page_asks_for_a_key_where_there_is_one(served: Listening, tmp_path:
         ask(browser)
         answered(browser)
         assert browser.evaluate("document.querySelectorAll('.problem').length") == 0
-
-
-def test_light_and_dark_can_be_chosen_and_are_remembered(browser: Browser, open_to_all: Listening) -> None:
-    scheme = "document.documentElement.dataset.scheme"
-    assert browser.evaluate(scheme) == "light"
-    browser.evaluate("at('scheme').click(); 1")
-    browser.open(open_to_all.url)
-    assert browser.evaluate(scheme) == "dark"
 
 
 def test_the_page_is_one_file_and_nothing_in_it_comes_from_elsewhere(open_to_all: Listening) -> None:

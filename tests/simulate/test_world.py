@@ -6,15 +6,12 @@ import statistics
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from benchmarks import campaign
-from ci_llm.checkpoints.policy import SavePolicy
 from tools.simulate import model
 from tools.simulate.model import Cluster, Planned
 from tools.simulate.study import line
-from tools.simulate.world import UNPAID, simulate, steps_until_due
+from tools.simulate.world import UNPAID, simulate
 
 #: Failures are of nodes, nothing else takes time, and a save is durable when the training continues.
 BARE: dict[str, Any] = {
@@ -36,27 +33,6 @@ def test_goodput_is_that_of_dalys_model() -> None:
         found = line(cluster, "")
         expected = model.daly_goodput(interval_s, stall_s, restart_s, 900.0)
         assert found.goodput == pytest.approx(expected, abs=0.02), (interval_s, stall_s, restart_s)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    step=st.integers(0, 500),
-    every_steps=st.none() | st.integers(1, 90),
-    every_s=st.none() | st.floats(0.1, 400.0),
-    elapsed_s=st.floats(0.0, 400.0),
-    step_s=st.floats(0.05, 30.0),
-)
-def test_jumping_to_the_next_save_leaves_none_out(
-    step: int, every_steps: int | None, every_s: float | None, elapsed_s: float, step_s: float
-) -> None:
-    policy = SavePolicy(every_steps, every_s)
-    told = steps_until_due(policy, step, elapsed_s, step_s, most=10_000)
-    for ahead in range(1, min(told, 2_000)):
-        due = policy.due(step + ahead, newest=None, elapsed_s=elapsed_s + ahead * step_s)
-        assert not due or elapsed_s + ahead * step_s == pytest.approx(every_s)
-    if told < 10_000:
-        after_s = elapsed_s + told * step_s
-        assert policy.due(step + told, newest=None, elapsed_s=after_s) or after_s == pytest.approx(every_s)
 
 
 @pytest.mark.slow

@@ -32,9 +32,7 @@ TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=2", TRAIN)
 CASES: dict[str, tuple[tuple[Any, ...], str]] = {
     "limit": ((sys.executable, TRAIN), "limit"),
     "scancel": ((sys.executable, TRAIN), "scancel"),
-    "supervised": ((sys.executable, *SAFE_TRAIN), "scancel"),
-    "supervised_full": ((sys.executable, *SAFE_TRAIN), "scancel --full"),
-    "supervised_preempted": ((sys.executable, *SAFE_TRAIN), "preemption"),
+    "supervised": ((sys.executable, *SAFE_TRAIN), "scancel --full"),
     "accelerate": ((PROGRAMS / ACCELERATE[0], *ACCELERATE[1:]), "scancel"),
     "torchrun": ((PROGRAMS / TORCHRUN[0], *TORCHRUN[1:]), "preemption"),
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.supervisor.loop import FILE_ONLY, MID_LINE, SupervisorLog
+from ci_llm.supervisor.loop import FILE_ONLY, SupervisorLog
 from tests.supervisor.terminal import DEADLINE_S, SCRIPTS, Terminal
 
 GOLDEN = """\
@@ -101,24 +101,6 @@ def test_warnings_of_the_whole_package_are_marked(tmp_path: Path, capfd: pytest.
     ]
 
 
-def test_after_its_end_nothing_is_logged(tmp_path: Path) -> None:
-    package = logging.getLogger("ci_llm")
-    before = (package.level, package.propagate, list(package.handlers))
-    with SupervisorLog(tmp_path / "a.log"):
-        assert package.handlers
-    assert (package.level, package.propagate, list(package.handlers)) == before
-    assert not (tmp_path / "a.log").exists()
-
-
-def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with SupervisorLog(tmp_path / "no folder" / "a.log"):
-        logger.info("one")
-        logger.info("two", extra=MID_LINE)
-    told = capfd.readouterr().err
-    assert told.count("cannot be written") == 1
-    assert told.endswith("\nsafe_train: two\n")
-
-
 @pytest.mark.slow
 def test_a_terminal_that_stands_still_holds_nothing_up(tmp_path: Path) -> None:
     ours, theirs = os.openpty()
@@ -132,11 +114,4 @@ def test_a_terminal_that_stands_still_holds_nothing_up(tmp_path: Path) -> None:
         os.close(theirs)
         os.close(ours)
     assert not held_up
-    assert lines_of(tmp_path / "a.log") == ["one"]
-
-
-@pytest.mark.slow
-def test_a_closed_terminal_does_not_stop_the_supervisor(tmp_path: Path) -> None:
-    with SupervisorLog(tmp_path / "a.log", fd=999):
-        logger.info("one")
     assert lines_of(tmp_path / "a.log") == ["one"]

@@ -19,6 +19,7 @@ from ci_llm.supervisor.output_scan import (
     says_nonfinite,
     wandb_run,
 )
+from tests.support.campaign import size
 
 
 class Seen(NamedTuple):
@@ -81,8 +82,8 @@ def test_in_each_program_nearly_all_failures_are_found() -> None:
     assert {one: recall for one, all_ in found.items() if (recall := sum(all_) / len(all_)) < LEAST_RECALL} == {}
 
 
-MEGABYTE = 1 << 20
-LONG_S = 120.0  # 2 s on an idle core; a pattern that tries all ways takes hours
+LONG = size(1 << 17, 1 << 20)
+LONG_S = 120.0  # 2 s a megabyte on an idle core; a pattern that tries all ways takes hours
 
 
 PIECES = (
@@ -109,8 +110,8 @@ PIECES = (
 @pytest.mark.slow
 @pytest.mark.parametrize("piece", PIECES)
 def test_no_line_takes_long(piece: str) -> None:
-    """A megabyte without a line end, in the chunks in which a relay reads it."""
-    data = (piece * (MEGABYTE // len(piece))).encode()
+    """Text without a line end, in the chunks in which a relay reads it."""
+    data = (piece * (LONG // len(piece))).encode()
     evidence = Evidence()
     splitter = LineSplitter(evidence.note)
     started = time.process_time()
@@ -163,30 +164,15 @@ def test_colours_do_not_hide_anything() -> None:
     assert evidence.nonfinite == "train/loss: nan"
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_lines_are_the_same_in_whatever_pieces_they_arrive(size: int) -> None:
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 1000])
+def test_lines_are_the_same_in_whatever_pieces_they_arrive(length: int) -> None:
     data = "eins\r\rzwei é\n\nLoss=nan\r\nrest ohne Ende \U0001f680".encode()
     lines: list[str] = []
     splitter = LineSplitter(lines.append)
-    for start in range(0, len(data), size):
-        splitter.feed(data[start : start + size])
+    for start in range(0, len(data), length):
+        splitter.feed(data[start : start + length])
     splitter.feed(b"")
     assert lines == ["eins", "zwei é", "Loss=nan", "rest ohne Ende \U0001f680"]
-
-
-def test_a_line_without_end_is_cut() -> None:
-    lines: list[str] = []
-    splitter = LineSplitter(lines.append)
-    for _ in range(100):
-        splitter.feed(b"x" * 1000)
-    assert max(map(len, lines)) < 10_000
-    assert sum(map(len, lines)) > 90_000
-
-
-def test_the_end_of_a_long_line_counts() -> None:
-    evidence = Evidence()
-    LineSplitter(evidence.note).feed(b"x" * 10_000 + b" loss=nan \n")
-    assert evidence.nonfinite is not None
 
 
 def test_the_first_sign_and_the_last_lines_are_kept() -> None:

@@ -36,14 +36,6 @@ def test_an_attempt_that_was_told_to_stop_is_never_relaunched(kind: Kind) -> Non
     assert (decision.action, decision.exit_code) == ("requeue", 75)
 
 
-def test_an_interrupted_attempt_is_to_be_called_again() -> None:
-    assert (after("interrupted").action, after("interrupted").exit_code) == ("requeue", 75)
-
-
-def test_a_refused_call_is_not_repeated() -> None:
-    assert (after("refused").action, after("refused").exit_code) == ("give up", 2)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_retries_are_limited_for_every_kind(kind: Kind) -> None:
     last = ran(kind, progress=True)
@@ -82,11 +74,6 @@ def test_other_failures_between_two_cuts_do_not_count_against_them(between: Kind
     assert after("nonfinite", between, "nonfinite", "nonfinite").learning_rate == pytest.approx(2e-4 / 1.5)
 
 
-def test_a_cut_that_brought_progress_was_not_in_vain() -> None:
-    last = replace(ran("nonfinite"), progress=True)
-    assert decide([ran("nonfinite")] * 3, last, Policy()).learning_rate == pytest.approx(2e-4 / 1.5)
-
-
 def test_nonfinite_goes_back_where_a_run_can() -> None:
     assert decide([], ran("nonfinite", good_step=250), Policy()).resume_at_most_step == 250
     assert decide([], ran("nonfinite", good_step=0), Policy()).resume_at_most_step == 0
@@ -103,11 +90,6 @@ def test_out_of_memory_cuts_the_batch_and_nothing_else() -> None:
     decision = after("out_of_memory")
     assert (decision.action, decision.batch_size) == ("relaunch", 21)
     assert (decision.learning_rate, decision.wait_s) == (None, 0)
-
-
-@pytest.mark.parametrize(("size", "smaller"), [(32, 21), (21, 14), (3, 2), (2, 1)])
-def test_every_cut_makes_the_batch_smaller(size: int, smaller: int) -> None:
-    assert decide([], Outcome("out_of_memory", batch_size=size), Policy()).batch_size == smaller
 
 
 def test_the_batch_never_falls_below_the_smallest() -> None:
@@ -141,10 +123,6 @@ def test_pauses_grow_without_progress(kinds: list[Kind], wait_s: float) -> None:
     decision = after(*kinds)
     assert decision.wait_s == wait_s
     assert decision.action == ("wait" if wait_s else "relaunch")
-
-
-def test_no_pause_is_longer_than_the_longest() -> None:
-    assert after(*["crashed"] * 30, policy=Policy(max_retries=99, patience=99)).wait_s == 600
 
 
 @pytest.mark.parametrize("kind", sorted(UNCHANGED))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 from pathlib import Path
 
@@ -112,16 +110,6 @@ def test_a_file_that_is_not_a_mapping_has_no_values(tmp_path: Path, name: str, t
     assert not ConfigFile(write(tmp_path, text, name)).values
 
 
-def test_json_is_changed_like_yaml(tmp_path: Path) -> None:
-    config = ConfigFile(write(tmp_path, '{"optim": {"lr": 1e-3, "n": 3}}', "c.json"))
-    assert yaml.safe_load(config.changed({"optim.lr": 0.5})) == {"optim": {"lr": 0.5, "n": 3}}
-
-
-def test_aliases_follow(tmp_path: Path) -> None:
-    config = ConfigFile(write(tmp_path, "optim: {lr: &lr 2e-4, n: 3}\nfinal: *lr\nother: 3\n"))
-    assert yaml.safe_load(config.changed({"optim.lr": 0.5})) == {"optim": {"lr": 0.5, "n": 3}, "final": 0.5, "other": 3}
-
-
 @pytest.mark.parametrize(
     ("number", "text"),
     [(2e-4 / 1.5, "0.00013333333"), (1e-5, "1.0e-05"), (1.5e-7, "1.5e-07"), (2.0, "2.0"), (21, "21")],
@@ -155,35 +143,6 @@ def test_only_a_marked_copy_without_an_owner_is_removed(tmp_path: Path) -> None:
     others = write(tmp_path, held.read_text(), "other_retry_3_00aa11bb.yaml")
     assert ConfigFile(original).remove_abandoned() == [abandoned]
     assert {path.name for path in tmp_path.iterdir()} == {original.name, held.name, users.name, others.name}
-
-
-def test_a_json_file_of_the_user_with_such_a_name_is_left_alone(tmp_path: Path) -> None:
-    """JSON has no comments, so that a copy has no mark and is recognised only by its name."""
-    original = write(tmp_path, "{}", "config.json")
-    abandoned = write(tmp_path, "{}", "config_retry_1_00aa11bb.json")
-    users = write(tmp_path, "{}", "config_retry_1_2.json")
-    assert ConfigFile(original).remove_abandoned() == [abandoned]
-    assert users.exists()
-
-
-def test_a_folder_without_locks_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "no locks here")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    config = ConfigFile(write(tmp_path, "a: 1"))
-    path = config.copy(1, {"a": 2})
-    assert ConfigFile(config.path).remove_abandoned() == []
-    config.close()
-    assert not path.exists()
-
-
-def test_a_folder_that_takes_no_file_is_explained(tmp_path: Path) -> None:
-    config = ConfigFile(write(tmp_path, "a: 1", "gone/config.yaml"))
-    config.path.unlink()
-    config.path.parent.rmdir()
-    with pytest.raises(ConfigError, match="no changed configuration can be written"):
-        config.copy(1, {"a": 1})
 
 
 # What Hydra composes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -11,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.core.run_status import is_alive
 from ci_llm.supervisor import wandb_cleanup
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.wandb_cleanup import WandbCleanup
@@ -88,15 +85,6 @@ def test_what_the_output_does_not_name_is_in_the_environment() -> None:
     assert told == ["W&B run abc of a failed attempt stays: no project is known (set WANDB_PROJECT)"]
 
 
-def test_a_url_says_more_than_a_folder() -> None:
-    run_task = FakeTask()
-    runs = WandbCleanup({"WANDB_PROJECT": "other"}, run_task)
-    folder = "wandb: Run data is saved locally in wandb/run-20240115_103045-abc"
-    runs.note(said(folder, url("abc"), folder), failed=True)
-    runs.delete_failed(timeout_s=1)
-    assert run_task.asked == ["team/project/abc"]
-
-
 def test_a_failure_is_reported_and_not_raised() -> None:
     runs = WandbCleanup({}, FakeTask(one="CommError: Could not find run"))
     runs.note(said(url("one")), failed=True)
@@ -145,45 +133,3 @@ def test_the_real_client_deletes_runs_of_failed_attempts(tmp_path: Path, keep: b
     told = (tmp_path / "safe_train.log").read_text()
     assert ("deleted the W&B run of a failed attempt: team/project/bad2" in told) == (not keep)
     assert ("stays: team/project/older (it is older than this supervision)" in told) == (not keep)
-
-
-#: A client that chatters, starts a service of its own, and deletes nothing.
-CLIENT = """
-import subprocess
-service = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-open("service", "w").write(str(service.pid))
-print("{'no': JSON")
-class errors:
-    class Error(Exception): ...
-class Api:
-    def __init__(self, timeout): ...
-    def run(self, path): raise errors.Error("no such run")
-"""
-
-
-@pytest.mark.slow
-def test_a_client_leaves_no_process_and_its_chatter_does_no_harm(tmp_path: Path) -> None:
-    fit(tmp_path, ["bad", "good"])
-    (tmp_path / "client").mkdir()
-    (tmp_path / "client" / "wandb.py").write_text(CLIENT)
-    words = ["--lr-key", "lr", "lr=1e-3", "--", sys.executable, "fit.py"]
-    with Terminal(*words, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "client")}) as terminal:
-        assert terminal.wait() == 0, terminal.text
-    assert "stays: team/project/bad (Error: no such run)" in (tmp_path / "safe_train.log").read_text()
-    service = int((tmp_path / "service").read_text())
-    if survived := is_alive(service):
-        os.kill(service, signal.SIGKILL)
-    assert not survived
-
-
-@pytest.mark.slow
-def test_a_server_that_cannot_be_reached_is_not_a_failure(tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="there is no wandb; make install-dev")
-    fit(tmp_path, ["bad", "good"])
-    with WandbServer({}) as server:
-        pass
-    env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "WANDB_CONFIG_DIR": str(tmp_path / "wandb")}
-    words = ["--lr-key", "lr", "lr=1e-3", "--", sys.executable, "fit.py"]
-    with Terminal(*words, cwd=tmp_path, env=env) as terminal:
-        assert terminal.wait() == 0, terminal.text
-    assert "the W&B run of a failed attempt stays: team/project/bad" in (tmp_path / "safe_train.log").read_text()

@@ -58,18 +58,6 @@ def test_several_processes_of_one_machine_share_its_memory(
     assert 1 <= fitting("auto", GIB // 2, loaded, processes, monkeypatch) < alone
 
 
-def test_the_numbers_of_a_plan_add_up() -> None:
-    plan = HalvingPlan.of(64, 3, 16, 4, keep=0.25, metric="nll")
-    rungs, parts = runner.described(plan, READING)
-    assert rungs == "16 trials by sampler random, compared by nll: 16 to step 4, 4 to step 16, 1 to step 64"
-    assert parts == "6 segments of at most 4 trials, 76 steps: the work of 2.5 full runs instead of 16"
-    _, alone = runner.described(HalvingPlan.of(1, 1, 1, 1, keep=0.25, metric="nll"), READING)
-    assert alone.startswith("1 segment of at most 1 trial, 1 step: ")
-    pack = runner.as_one_run(READING, plan)
-    assert (pack.num_agents, pack.max_train_steps) == (4, 4 * 4 + 12 + 12)  # the last one alone: a quarter of 48
-    assert {own["lora_rank"] for own in pack.agents} == {64}
-
-
 @pytest.mark.parametrize(("words", "wanted"), [(["trials=5"], 5), (["trials=2"], None), ([], None)])
 def test_a_plan_says_that_the_spaces_have_fewer_settings_than_trials_are_asked_for(
     words: list[str], wanted: int | None

@@ -10,7 +10,6 @@ import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -18,14 +17,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
-from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cli.main import main
 from ci_llm.config import parse_config
 from ci_llm.core.run_status import read_status
-from ci_llm.interrupts import Interrupts
 from ci_llm.run import loop
 from ci_llm.run.end import attempt
-from ci_llm.sweep.runner import SweepRunner
 from ci_llm.sweep.sweep import Sweep
 from tests.sweep.trials import KEYS, LOADED, by_hand, called, facts, record, single, words
 from tools.testbed.forkserver import ForkServer
@@ -99,30 +95,6 @@ def test_the_job_of_a_sweep_is_put_back_when_its_own_status_is_written(
     assert capsys.readouterr().out.count("SLURM job 7 is put back into the queue") == 1
 
 
-def test_a_job_is_put_back_although_its_folder_cannot_be_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError("the disk is gone")
-
-    def interrupt(self: attempt.Attempt, *_: object) -> None:
-        self.last_act = lambda: "SLURM job 7 is put back into the queue"
-        raise KeyboardInterrupt
-
-    said: list[str] = []
-    sweep: Any = SimpleNamespace(standings=SimpleNamespace(plan=None, segments=[]))
-    processes: Any = SimpleNamespace(process_index=0, on_main=None)
-    reading: Any = SimpleNamespace(config=SimpleNamespace(run_folder=tmp_path))
-    sweeping = SweepRunner(reading, Interrupts(), SimpleNamespace(is_main_process=True), said.append)  # type: ignore[arg-type]
-    monkeypatch.setattr(sweeping, "_load", lambda _: None)
-    monkeypatch.setattr(Sweep, "of", lambda *_: sweep)
-    monkeypatch.setattr(attempt.Attempt, "begin", interrupt)
-    monkeypatch.setattr(CheckpointManager, "close", fail)
-    with pytest.raises(OSError, match="the disk is gone"):
-        sweeping._lead(processes)
-    assert said == ["SLURM job 7 is put back into the queue"]
-
-
 def test_a_sweep_leaves_the_documented_files(undisturbed: Path) -> None:
     told, run = record(undisturbed), undisturbed / "run"
     assert told["complete"]
@@ -156,13 +128,6 @@ def test_the_base_is_loaded_once_for_all_segments(undisturbed: Path) -> None:
     """A second load in one call would have failed it; those that find the sweep complete load none."""
     assert len(record(undisturbed)["segments"]) == 3
     assert len((undisturbed / LOADED).read_text().splitlines()) == 1
-
-
-def test_the_second_rung_continues_the_first_bit_for_bit(undisturbed: Path) -> None:
-    logs = [path.read_text() for path in (undisturbed / "run").glob("segments/*/training.log")]
-    assert len(logs) == 3
-    assert all("exactness: bitwise" in log for log in logs if "resume    step 4 of 8" in log)
-    assert sum("resume    step 4 of 8" in log for log in logs) == 1
 
 
 def test_every_trial_has_the_bits_of_its_own_single_run(
@@ -341,11 +306,6 @@ def test_the_folder_of_a_run_is_refused_before_anything_is_loaded(
     assert call(server, folder, arguments=[*dry, *words()]) == [2]
     assert "this folder holds a run and not a sweep" in (folder / "log").read_text()
     assert not (folder / LOADED).exists()
-
-
-def test_a_second_call_says_that_the_sweep_is_complete(server: ForkServer, undisturbed: Path) -> None:
-    complete(server, undisturbed)
-    assert "This sweep is complete" in (undisturbed / "log").read_text()
 
 
 def test_a_sweep_in_which_every_trial_fails_has_failed(server: ForkServer, new_folder: Folder) -> None:

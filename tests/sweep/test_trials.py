@@ -79,12 +79,6 @@ def test_rows_tell_trials_apart_or_it_is_said_that_they_do_not() -> None:
         describe_boundary(0, one, two, ([1.0], [1.0, 2.0]), "nll")
 
 
-def test_a_metric_decides_whether_more_is_better() -> None:
-    end = played(Standings(plan(metric="exact_match")), lambda id, rung: float(id))
-    assert end.best is not None
-    assert end.best.id == 15
-
-
 def test_a_trial_that_fails_at_the_first_rung_is_replaced() -> None:
     end = played(Standings(plan(trials=4)), lambda id, rung: FAILED if id in (1, 2) else float(id))
     assert len(end.trials) == 6
@@ -117,11 +111,6 @@ def test_a_space_in_which_everything_fails_has_an_end() -> None:
     end = played(Standings(plan(trials=3)), lambda id, rung: FAILED)
     assert len(end.trials) == 6
     assert end.best is None or end.best.failed
-
-
-def test_equal_scores_are_decided_by_age() -> None:
-    end = played(Standings(plan(trials=8, keep=0.5)), lambda id, rung: 1.0)
-    assert [s.trials for s in end.segments if s.rung == 1] == [(0, 1, 2, 3)]
 
 
 @pytest.mark.parametrize(("total", "steps"), [(64, (4, 16, 64)), (3, (1, 3)), (1, (1,)), (100, (7, 25, 100))])

@@ -1,7 +1,7 @@
 """What a step of four agents starts on the device: one pass for all, a thin Qwen2 of 24 layers in bf16.
 
-`launches.py VOCABULARY ... [each]` prints it as JSON for each of these vocabularies, with four rows and with eight. The
-word `each` takes a pass per agent, as `deterministic: true` does.
+`launches.py VOCABULARY ... [each] [short]` prints it as JSON for each of these vocabularies, with four rows and with
+eight. The word `each` takes a pass per agent, as `deterministic: true` does; with `short` rows a simulation is fast.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from tools.testbed.accelerator.face import TRACE
 def step(vocabulary: int, rows: int, *, pass_per_agent: bool, layers: int = 24) -> dict[str, Any]:
     """What one step starts on the device."""
     torch.manual_seed(0)
+    harness.VOCABULARY = min(vocabulary, harness.VOCABULARY)  # of which the rows are
     shape = Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=64,
@@ -47,6 +48,8 @@ def step(vocabulary: int, rows: int, *, pass_per_agent: bool, layers: int = 24) 
     return {"launches": own.total(), "waits": waits, "most": own.most_common(12)}
 
 
-numbers, each = [word for word in sys.argv[1:] if word != "each"], "each" in sys.argv
+numbers, each = [word for word in sys.argv[1:] if word.isdecimal()], "each" in sys.argv
+if "short" in sys.argv:
+    harness.LENGTHS = "24:8 31:9 17:5 12:3"
 found = {f"{words}/{rows}": step(int(words), rows, pass_per_agent=each) for words in numbers for rows in (4, 8)}
 print(f"\nlaunches {json.dumps(found)}")
