@@ -77,8 +77,6 @@ KEYS = {
     "save_interval_seconds": "null",
     "num_workers": 0,
     "report_to": "none",
-    "write_report": "false",
-    "hang_timeout": 20,
     "output_dir": "run",
 }
 DOOR = "import sys\nfrom ci_llm.cli.main import main\nfrom benchmarks import campaign\ncampaign.arm()\n"
@@ -217,6 +215,7 @@ def ledger(folder: Path) -> list[dict[str, Any]]:
 def arm() -> None:
     """Let the faults of the plan that are due in this process strike."""
     from ci_llm.run import job, loop
+    from ci_llm.run.end import watchdog
 
     plan = [Fault(**fault) for fault in json.loads(Path(PLAN).read_text())]
     own = int(os.environ.get("RANK", "0"))
@@ -236,6 +235,7 @@ def arm() -> None:
         return compute(run, step, *rest)
 
     job.train, loop.compute_gradients = begin, strike
+    watchdog.FIRST_S = watchdog.LEAST_S = 20.0  # type: ignore[misc]
 
 
 def _note(kind: str, step: int) -> None:

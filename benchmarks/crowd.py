@@ -41,7 +41,6 @@ CONFIG = ROOT / "configs.yaml"
 #: No evaluation, checkpoint or tracker during the training: only the trained agents are needed.
 BARE = {
     "report_to": "none",
-    "write_report": "false",
     "save_steps": "null",
     "save_interval_seconds": "null",
     "eval_steps": "null",

@@ -21,14 +21,13 @@ from ci_llm.config import Config, load_config, parse_config
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.distilling import distil
-from ci_llm.crowd.exporting import settings_of
 from ci_llm.crowd.judging import calibration_error
-from ci_llm.crowd.merging import Adapter, Distillation, merge_of, merged
+from ci_llm.crowd.merging import Adapter, Distillation, merge_of, merged, settings_of
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 
 CONFIG = Path(__file__).parent.parent / "configs.yaml"
 ROWS_AT_A_TIME = 50
@@ -138,7 +137,7 @@ def everyone(
 
 def alone(saved: Pretrained, adapter: Adapter, rows: Config, at_a_time: int = ROWS_AT_A_TIME) -> Measured:
     """One adapter on the base of a saved crowd, on all rows that a configuration evaluates on."""
-    return _measured(saved, settings_of(adapter), [adapter.tensors], rows, at_a_time)[0]
+    return _measured(saved, settings_of(saved.base.model, [adapter]), [adapter.tensors], rows, at_a_time)[0]
 
 
 def folder_of(model: Path | str) -> str:
@@ -169,7 +168,7 @@ def _measured(
     crowd = Crowd(saved.base.model, settings, saved.base.name, saved.base.pad_id)
     try:
         for k, tensors in enumerate(agents):
-            crowd.agents.load_agent(k, tensors, f"agent{k}")
+            crowd.agents[k].load_state_dict(tensors, f"agent{k}")
         crowd.choose_route()
         return scored(crowd.eval(), batches(rows, saved.prompter.tokenizer, at_a_time), crowds)
     finally:

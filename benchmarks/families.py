@@ -48,7 +48,7 @@ from ci_llm.crowd.decoding import Decoding
 from ci_llm.data.batches import Batch, pack
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from tools.testbed.tiny import example
 
 TIME_LIMIT_S = 120
@@ -154,10 +154,10 @@ def compare(folder: str, quantization: Quantization | None = None) -> str:
     _take_dequantized(untouched, crowd)
     reason = crowd.choose_route()
     generator = torch.Generator().manual_seed(7)
-    crowd.agents.weights.copy_(torch.randn(crowd.agents.weights.shape, generator=generator) * 0.1)
+    crowd.storage.weights.copy_(torch.randn(crowd.storage.weights.shape, generator=generator) * 0.1)
     crowd.eval()  # dropout is off; gradients are still computed
     batch = pack([example(n, 4, seed) for seed, n in enumerate((9, 17, 23))], [0, 1, 2])
-    crowd.agents.begin_step(0)
+    crowd.storage.begin_step(0)
     output = crowd(batch)
     output.loss.backward()
     twins = [_merged(untouched, crowd, k) for k in range(K)]
@@ -166,11 +166,11 @@ def compare(folder: str, quantization: Quantization | None = None) -> str:
         loss.backward()
         found = float(-output.log_probs[k].mean().detach())
         assert abs(found - float(loss.detach())) <= TOLERANCE, f"loss {found:.6f}, alone {float(loss.detach()):.6f}"
-        for name, module in crowd.agents.layers.items():
+        for name, module in crowd.storage.layers.items():
             a, b = module.lora_A[f"agent{k}"], module.lora_B[f"agent{k}"]
             slope = twin.get_parameter(f"{name}.weight").grad
             slope = torch.zeros(b.shape[0], a.shape[1]) if slope is None else slope
-            slope = (slope.T if isinstance(twin.get_submodule(name), Conv1D) else slope) * module.groups[0].scaling
+            slope = (slope.T if isinstance(twin.get_submodule(name), Conv1D) else slope) * module.stacks[0].scaling
             for own, wanted in ((a, b.T @ slope), (b, slope @ a.T)):
                 assert _near(own.grad, wanted.detach()), f"the gradient of {name} differs"
     generated = crowd.generate_ids(PROMPTS, Decoding(max_new_tokens=NEW_TOKENS), include_agents=True).agents
@@ -193,8 +193,8 @@ def _take_dequantized(dense: Any, crowd: Crowd) -> None:
 def _merged(untouched: Any, crowd: Crowd, agent: int) -> Any:
     """A copy of the base with W + s B A in place of W."""
     twin = copy.deepcopy(untouched).eval()
-    for name, module in crowd.agents.layers.items():
-        product = module.groups[0].scaling * (module.lora_B[f"agent{agent}"] @ module.lora_A[f"agent{agent}"])
+    for name, module in crowd.storage.layers.items():
+        product = module.stacks[0].scaling * (module.lora_B[f"agent{agent}"] @ module.lora_A[f"agent{agent}"])
         weight = twin.get_parameter(f"{name}.weight")
         weight += product.T if isinstance(twin.get_submodule(name), Conv1D) else product
         weight.requires_grad_(True)

@@ -32,7 +32,7 @@ FIRST = ("q_proj", "k_proj", "v_proj")
 
 def necessary_flops(crowd: Crowd, batch: Batch) -> float:
     """Floating-point operations of one step, a multiplication and an addition being two."""
-    agents, tokens, layers = crowd.num_agents, batch.num_tokens, crowd.agents.layers
+    agents, tokens, layers = crowd.num_agents, batch.num_tokens, crowd.storage.layers
     body = adapters = 0
     for name, layer in layers.items():
         first, size = ".0." in name and name.endswith(FIRST), layer.in_features * layer.out_features
@@ -64,7 +64,7 @@ class Products:
     """
 
     def __init__(self, crowd: Crowd, dtype: torch.dtype) -> None:
-        linear = [layer.base_layer for layer in crowd.agents.layers.values()]
+        linear = [layer.base_layer for layer in crowd.storage.layers.values()]
         self._agents, self._dtype = crowd.num_agents, dtype
         self._shapes = Counter(tuple(layer.weight.shape) for layer in linear if isinstance(layer, nn.Linear))
         self._head = tuple(crowd.model.get_output_embeddings().weight.shape)

@@ -153,7 +153,7 @@ class Bench:
         """A step of this package."""
         run = Ours(base, agents=agents)
         run.crowd.choose_attention()
-        run.crowd.agents.pass_per_agent = pass_per_agent
+        run.crowd.storage.pass_per_agent = pass_per_agent
         dense = not hasattr(base.config, "quantization_config")  # else a weight does not tell its shape
         return self.measured(run.move, agents, run.crowd if dense else None) | {"what": f"by {run.crowd.attention}"}
 

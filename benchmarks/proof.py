@@ -112,7 +112,7 @@ class Job:
             "agents": json.dumps([*trials]), "max_train_steps": form.steps, "batch_size": form.rows,
             "save_steps": SAVE_STEPS, "save_interval_seconds": "null", "save_total_limit": 2, "eval_steps": "null",
             "eval_samples": "null", "generation_eval_samples": 0, "logging_steps": 1,
-            "report_to": "none", "write_report": "false", "progress_bar": "false", "num_workers": 0,
+            "report_to": "none", "num_workers": 0,
         }  # fmt: skip
         self._words += [f"{key}={value}" for key, value in keys.items()]
         self.log = folder.with_suffix(".log")

@@ -33,7 +33,7 @@ from benchmarks.step import LOSSES_AGREE_TO, K, Ours, SeparateRuns
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 
 STEPS_PER_ROUND: Final = 4
 ONE_PASS, PASS_EACH, PEFT, TRL, PADDED, FLOOR = (
@@ -82,7 +82,7 @@ class Case:
 def ours(case: Case, *, per_agent: bool) -> Callable[[Sequence[Batch]], tuple[float, float]]:
     """Seconds and mean loss of a round."""
     trainer = Ours(case.base())
-    trainer.crowd.agents.pass_per_agent = per_agent
+    trainer.crowd.storage.pass_per_agent = per_agent
     return lambda steps: _timed(lambda: [trainer.step(batch) for batch in steps])
 
 

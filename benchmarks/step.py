@@ -40,6 +40,7 @@ from benchmarks.harness import (
     median_cost,
     take_turns,
 )
+from ci_llm.agents.agent import Training
 from ci_llm.base.targets import Layers, peft_targets
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
@@ -48,7 +49,7 @@ from ci_llm.data.batches import Batch, padded
 from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.processes import Processes
 from ci_llm.lora.kernels import PARTS
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.run.context import Prepared
 from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.loop import Sums, apply_gradients, compute_gradients, prepared
@@ -85,12 +86,11 @@ class Ours:
         self.crowd.compute_fast(fast)
         self.heartbeat = Heartbeat()
         self.objective = Objective()
-        self.plan = None
-        optimizer = torch.optim.AdamW([{"params": [row]} for row in self.crowd.agents.rows], fused=True)
+        optimizer = torch.optim.AdamW([{"params": [row]} for row in self.crowd.storage.rows], fused=True)
         before = Prepared(self.crowd, optimizer)
         self.prepared = prepared(before, self.processes.accelerator, self.crowd, optimizer, None)
-        self.learning_rates = [lambda step: LEARNING_RATE] * agents
-        self.max_grad_norms = [MAX_NORM] * agents
+        for agent in self.crowd.agents:
+            agent.training = Training(lambda _: LEARNING_RATE, 0.0, MAX_NORM, course=None)  # type: ignore[arg-type]
 
     def step(self, batch: Batch) -> float:
         sums, agents = self.move(batch).sums, self.crowd.num_agents
@@ -99,7 +99,7 @@ class Ours:
     def move(self, batch: Batch) -> Sums:
         """The step; what it returns is on the device, and not waited for."""
         run: Any = self
-        sums = compute_gradients(run, self.state.step, [batch])
+        sums = compute_gradients(run, self.state.step, [self.crowd.for_all(batch)])
         ballot = Ballot(num_targets=sums.num_targets, nonfinite=sums.nonfinite, sums=sums.sums)
         verdict = self.processes.agree(ballot)
         left_out = [k for k, nonfinite in enumerate(verdict.nonfinite) if nonfinite]
@@ -118,7 +118,7 @@ class OriginalsWay:
         self.agents = []
         for k in range(crowd.num_agents):
             name = f"agent{k}"
-            peft.set_peft_model_state_dict(self.model, crowd.agents.agent_tensors(k), adapter_name=name)
+            peft.set_peft_model_state_dict(self.model, crowd.agents[k].state_dict(), adapter_name=name)
             self.agents.append([p for n, p in self.model.named_parameters() if f".{name}." in n])
         self.optimizer = torch.optim.AdamW([p for agent in self.agents for p in agent], LEARNING_RATE)
         self.model.train()
@@ -147,7 +147,7 @@ class SeparateRuns:
     def __init__(self, base: PreTrainedModel, crowd: Crowd) -> None:
         self.models = [peft.get_peft_model(copy.deepcopy(base), _lora(crowd)).train() for _ in range(crowd.num_agents)]
         for k, model in enumerate(self.models):
-            peft.set_peft_model_state_dict(model, crowd.agents.agent_tensors(k))
+            peft.set_peft_model_state_dict(model, crowd.agents[k].state_dict())
         self.agents = [[p for p in model.parameters() if p.requires_grad] for model in self.models]
         self.optimizers = [torch.optim.AdamW(agent, LEARNING_RATE) for agent in self.agents]
 
@@ -167,7 +167,7 @@ class SeparateRuns:
 
 def _lora(crowd: Crowd) -> peft.LoraConfig:
     """The adapter of each of its agents."""
-    places = peft_targets(crowd.model, crowd.agents.adapted_by(0))
+    places = peft_targets(crowd.model, crowd.agents[0].adapted)
     return peft.LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", **places)
 
 

@@ -188,7 +188,7 @@ class Study:
         self._common = {
             "model_name": str(base), "model_dtype": DTYPE,
             "mixed_precision": DTYPE, "batch_size": str(ROWS_PER_STEP),
-            "lora_rank": str(RANK), "lora_alpha": str(2 * RANK), "num_workers": "0", "progress_bar": "false",
+            "lora_rank": str(RANK), "lora_alpha": str(2 * RANK), "num_workers": "0",
             "eval_dataset_name": str(self.rows.validation), "generation_eval_samples": "0",
             "save_interval_seconds": "900", "save_total_limit": "1", "max_seq_length": "512",
         }  # fmt: skip

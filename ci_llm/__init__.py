@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ci_llm.integrations.lightning import LightningCheckpoints as LightningCheckpoints
     from ci_llm.integrations.trainer import TrainerCheckpoints as TrainerCheckpoints
     from ci_llm.interrupts import Interrupts as Interrupts
-    from ci_llm.lora.layer import LoraSettings as LoraSettings
+    from ci_llm.lora.settings import LoraSettings as LoraSettings
     from ci_llm.run.call import train as train
     from ci_llm.sweep.sweep import Sweep as Sweep
 
@@ -41,7 +41,7 @@ _MODULES = {
     "Crowd": "ci_llm.crowd.crowd",
     "Interrupts": "ci_llm.interrupts",
     "LightningCheckpoints": "ci_llm.integrations.lightning",
-    "LoraSettings": "ci_llm.lora.layer",
+    "LoraSettings": "ci_llm.lora.settings",
     "Prompter": "ci_llm.data.prompts",
     "StatefulSampler": "ci_llm.data.stateful_sampler",
     "Sweep": "ci_llm.sweep.sweep",

@@ -29,6 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("dry_run", "serve", "supervisor"),
     ("run", "evaluation", "integrations"),
     ("crowd", "logs", "report"),
+    ("agents",),
     ("lora", "mirror", "orbax"),
     ("base", "checkpoints", "data"),
     ("distributed", "objectives"),
@@ -44,7 +45,7 @@ OWNERS = {
     "yaml": {"config/yaml_file.py"},
     "ruamel": {"supervisor/script_settings.py"},
     "signal": {"interrupts.py"},
-    "peft": {"lora/adapters.py", "crowd/merging.py"},
+    "peft": {"agents/as_peft.py", "crowd/merging.py"},
     "subprocess": {"cluster/slurm.py", "cluster/starter.py", "supervisor/shim.py"},
     "pickle": {"base/load.py"},  # the class of an error, and nothing that loads
     "pynvml": {"logs/hardware.py"},
@@ -93,7 +94,7 @@ def imports() -> dict[str, list[str]]:
 
 
 def room(name: str) -> str:
-    """`ci_llm.lora.adapters` belongs to the room `lora`."""
+    """`ci_llm.lora.layer` belongs to the room `lora`."""
     return name.split(".")[1] if "." in name else "__init__"
 
 
@@ -114,7 +115,7 @@ def test_imports_go_down() -> None:
 
 
 def module_of(file: str) -> str:
-    """`lora/adapters.py` is the module `ci_llm.lora.adapters`, and `lora/__init__.py` is `ci_llm.lora`."""
+    """`lora/layer.py` is the module `ci_llm.lora.layer`, and `lora/__init__.py` is `ci_llm.lora`."""
     return ".".join(["ci_llm", *Path(file).with_suffix("").parts]).removesuffix(".__init__")
 
 
@@ -275,14 +276,15 @@ def test_a_file_says_its_charter_and_stays_one_idea() -> None:
 
 #: At most so many lines of code in a room. Who raises one says why in the same commit; CONTRIBUTING.md has the rule.
 CAPS = {
+    "agents": 374,
     "base": 916,
     "checkpoints": 2601,
     "cli": 1943,
     "cluster": 728,
-    "config": 2233,
+    "config": 2236,
     "core": 1344,
-    "crowd": 4635,
-    "data": 3391,
+    "crowd": 4654,
+    "data": 3378,
     "distributed": 650,
     "dry_run": 771,
     "embedded": 156,
@@ -290,14 +292,14 @@ CAPS = {
     "files": 432,
     "integrations": 727,
     "logs": 1033,
-    "lora": 1699,
+    "lora": 1323,
     "mirror": 978,
     "objectives": 286,
     "report": 1156,
-    "run": 4824,
+    "run": 4812,
     "serve": 1447,
     "supervisor": 1793,
-    "sweep": 853,
+    "sweep": 887,
 }
 
 
@@ -334,7 +336,9 @@ def test_a_run_as_a_whole_is_taken_by_few() -> None:
         for argument in ast.walk(node.args)
         if isinstance(argument, ast.arg) and argument.annotation and ast.unparse(argument.annotation) == "Run"
     ]
-    assert {file for file, _ in takers} <= {"run/job.py", "run/loop.py", "run/setup.py", "run/crowd_changes.py"}
+    assert {file for file, _ in takers} <= {
+        f"run/{name}.py" for name in ("job", "loop", "setup", "crowd_changes", "conclusion")
+    }
     assert len(takers) <= 25
 
 

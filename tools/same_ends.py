@@ -61,7 +61,6 @@ KEYS: Mapping[str, Any] = {
     "dataset_name": "texts.jsonl",
     "eval_dataset_name": "texts.jsonl",  # so that no row is held out
     "max_seq_length": 128,
-    "long_rows": "truncate",
     "max_train_samples": 20,
     "train_on_prompt": False,
     "num_workers": 0,
@@ -78,16 +77,13 @@ KEYS: Mapping[str, Any] = {
     "adam_epsilon": 1e-8,
     "max_grad_norm": 1.0,
     "seed": 7,
-    "data_seed": 8,
     "deterministic": True,
-    "tf32": False,
     "eval_steps": None,
     "eval_samples": 2,
     "generation_eval_samples": 0,
     "save_steps": 2,
     "save_interval_seconds": None,
     "report_to": "none",
-    "write_report": False,
     "output_dir": "run",
 }
 

@@ -187,7 +187,7 @@ def _allocate(nbytes: int, pinned: bool) -> Tensor:
     except RuntimeError as error:  # on a CPU PyTorch has no narrower class for it
         raise CheckpointError(
             f"there is no memory for a copy of the state, {nbytes:,} bytes: {error}",
-            hint="async_save: false saves without a copy, and the training waits",
+            hint="a manager with async_save=False saves without a copy, and the training waits",
         ) from error
 
 

@@ -9,7 +9,7 @@ of its own. Nothing is confirmed after it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ci_llm.checkpoints.state_files import StateEntry, from_bytes, to_bytes
-from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, num_processes, run_collectively
+from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, num_processes
 from ci_llm.errors import CheckpointError, ForeignCheckpoint
 
 
@@ -36,38 +36,6 @@ class Votes(NamedTuple):
     def wanted(self) -> bool:
         """Whether any process finds a save due, apart from `force`."""
         return bool(self.due or self.stop or self.save_requested)
-
-
-class SaveVote:
-    """The votes of all processes on the present step, counted once."""
-
-    def __init__(self, processes: ProcessGroup) -> None:
-        self._processes = processes
-        self._counted: tuple[int, Votes] | None = None
-
-    def count(self, step: int, own: Callable[[], Votes]) -> Votes:
-        """The votes of all processes. A collective, unless this step is counted already: all processes know that."""
-        if self._counted is None or self._counted[0] != step:
-            self._counted = step, Votes(*run_collectively(self._processes, own))
-        return self._counted[1]
-
-    def record(self, step: int, votes: Votes) -> None:
-        """Take votes that were counted in another way. On every process."""
-        self._counted = step, votes
-
-    def forget_refusal(self, step: int) -> None:
-        """Forget votes by which `step` is not newer: that checkpoint may be gone. On every process."""
-        if self._counted is not None and self._counted[0] == step and not self._counted[1].newer:
-            self._counted = None
-
-    def note_saved(self, step: int) -> None:
-        """`step` has been saved: from here on it is not newer."""
-        if self._counted is not None:
-            self._counted = step, self._counted[1]._replace(newer=0)
-
-    def forget(self) -> None:
-        """Forget all votes: they rest on checkpoints that are gone. On every process."""
-        self._counted = None
 
 
 @dataclass(frozen=True)

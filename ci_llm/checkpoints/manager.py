@@ -40,7 +40,6 @@ from ci_llm.checkpoints.contributions import (
     Contribution,
     EachProcess,
     Gradients,
-    SaveVote,
     Votes,
     add_up,
     give_own_parts,
@@ -238,7 +237,7 @@ class CheckpointManager:
         self._backend = open_backend(checkpoint_backend, self._processes)
         optimizers = list(optimizers)
         self._gradients = Gradients(self._processes, optimizers, accelerator)
-        self._save_vote = SaveVote(self._processes)
+        self._counted: tuple[int, Votes] | None = None  # the votes of all processes on the present step
         self._read_only, self._closed = read_only, False
         self._opened: Opened | None = None  # read and verified: `restore` needs the same bytes right after
         self._verified_step: int | None = None
@@ -300,7 +299,8 @@ class CheckpointManager:
             return False
         self._opened = None
         if not force:
-            self._save_vote.forget_refusal(step)
+            if self._counted is not None and self._counted[0] == step and not self._counted[1].newer:
+                self._counted = None  # the checkpoint for which it was refused may be gone
             votes = self._agree(step)
             if not (votes.newer and votes.wanted):
                 self._log_if_saved(step, votes)
@@ -310,7 +310,7 @@ class CheckpointManager:
         contributions, entries, spared = self._exchange(step, state, manifest_info)
         votes = add_up(contributions)
         if force:
-            self._save_vote.record(step, votes)
+            self._counted = step, votes
         if not votes.newer:
             self._log_if_saved(step, votes)
             return False
@@ -592,7 +592,7 @@ class CheckpointManager:
     def _forget_newest(self) -> None:
         self.wait_until_finished()
         self._has_looked, self._opened = False, None
-        self._save_vote.forget()
+        self._counted = None
         self._retention.forget()
 
     # Between processes
@@ -602,7 +602,10 @@ class CheckpointManager:
         return self._processes.process_index == 0
 
     def _agree(self, step: int) -> Votes:
-        return self._save_vote.count(step, lambda: self._own_votes(step))
+        """The votes of all processes. A collective, unless this step is counted already: all processes know that."""
+        if self._counted is None or self._counted[0] != step:
+            self._counted = step, Votes(*side_channel.run_collectively(self._processes, lambda: self._own_votes(step)))
+        return self._counted[1]
 
     def _own_votes(self, step: int) -> Votes:
         own = self._own_opinion(step)
@@ -616,7 +619,7 @@ class CheckpointManager:
             return Votes(stop, requested, 0, 0)
         newest = self._newest()
         due = self.policy.due(step, newest=newest, elapsed_s=self._clock() - self._tried_at)
-        return Votes(stop, requested, due, self.policy.due(step, newest=newest, elapsed_s=0.0, must=True))
+        return Votes(stop, requested, due, newest is None or step > newest)
 
     def _exchange(
         self, step: int, state: Any, info: Mapping[str, object]
@@ -667,7 +670,7 @@ class CheckpointManager:
             self._async_saver.begin(task, self._note, waited_s=waited_s)
         if saved:
             self._has_looked, self._newest_step, self._begun = True, step, step
-            self._save_vote.note_saved(step)
+            self._counted = self._counted and (step, self._counted[1]._replace(newer=0))
         return saved
 
     def _save_now(self, task: SaveTask | None) -> bool:

@@ -1,4 +1,4 @@
-"""The manifest of a committed folder, by which all of it is verified: sizes and digests of files and tensors.
+"""The manifest of a committed folder, by which all of it is verified: sizes and digests of files.
 
 `manifest.json` lists every other file of its folder and carries a digest of itself. A file that it does not list, a
 link, a name that leaves the folder, and anything that could hold a pickle are refused.
@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
@@ -22,7 +22,7 @@ import xxhash
 
 from ci_llm.core.durable import Bytes, read_chunks, read_exactly
 from ci_llm.core.run_folder import is_run
-from ci_llm.core.typed_json import Json, decode, encode, parse_json, seal, unseal
+from ci_llm.core.typed_json import Json, decode, encode, seal, unseal
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, OtherFormat
 
 logger = logging.getLogger(__name__)
@@ -32,9 +32,8 @@ STEP_FOLDER = re.compile(r"checkpoint_step_(0|[1-9]\d*)$")
 FORMAT_VERSION = 2
 LAST_TO_READ_1 = "aff619e9"  # the last commit that reads format 1
 MAX_MANIFEST_BYTES = 256 << 20
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 PICKLE_SUFFIXES = frozenset({".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".npy", ".npz", ".joblib"})
-NAMES_SHOWN = 5  # of damaged files or tensors in a message
+NAMES_SHOWN = 5  # of damaged files in a message
 OWN_KEYS = ("format_version", "step", "attempt", "wall_time", "forms", "files", "digest")
 # Errors of this process, or of its way to the disk, and not of the checkpoint, which must not be quarantined for them.
 # EIO is damage: it is what a bad block gives.
@@ -58,29 +57,21 @@ def digest(parts: Iterable[Bytes]) -> str:
 
 @dataclass(frozen=True)
 class FileImage:
-    """One file as it will be written, still in memory.
-
-    Args:
-        parts: its bytes, laid end to end.
-        tensors: the part that belongs to each tensor, by name.
-    """
+    """One file as it will be written, still in memory: its bytes, laid end to end."""
 
     parts: tuple[Bytes, ...]
-    tensors: Mapping[str, Bytes] = field(default_factory=dict)
 
     def record(self) -> FileRecord:
-        """Size and digests of the very bytes that will be written."""
-        size = sum(memoryview(part).nbytes for part in self.parts)
-        return FileRecord(size, digest(self.parts), {name: digest([part]) for name, part in self.tensors.items()})
+        """Size and digest of the very bytes that will be written."""
+        return FileRecord(sum(memoryview(part).nbytes for part in self.parts), digest(self.parts))
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest says about one file: bytes, digest of the file, digest of each of its tensors."""
+    """What the manifest says about one file: its bytes, and their digest."""
 
     size: int
     digest: str
-    tensors: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,7 +106,7 @@ class Manifest:
             raise ValueError(f"info must not use the manifest's own keys {clash}")
         body: JsonObject = {"format_version": FORMAT_VERSION, "step": self.step, "attempt": self.attempt}
         body |= {"wall_time": self.wall_time, **{key: encode(value) for key, value in self.info.items()}}
-        body |= {"forms": dict(self.forms), "files": {name: _dump(file) for name, file in self.files.items()}}
+        body |= {"forms": dict(self.forms), "files": {name: asdict(file) for name, file in self.files.items()}}
         return seal(body, _SEAL)
 
     @classmethod
@@ -146,14 +137,10 @@ class Manifest:
         raise ValueError("the manifest lacks a field")
 
 
-def _dump(record: FileRecord) -> Json:
-    return {"size": record.size, "digest": record.digest, "tensors": dict(record.tensors)}
-
-
 def _parse(value: Json) -> FileRecord:
     match value:
-        case {"size": int(size), "digest": str(whole), "tensors": dict(tensors)}:
-            return FileRecord(size, whole, {name: str(one) for name, one in tensors.items()})
+        case {"size": int(size), "digest": str(whole)}:
+            return FileRecord(size, whole)
     raise ValueError("the manifest describes a file without size or digest")
 
 
@@ -262,13 +249,13 @@ def verify_files(folder: Path, records: Mapping[str, FileRecord]) -> None:
 
 
 def _require_digests(folder: Path, records: Mapping[str, FileRecord], from_disk: bool) -> None:
-    damage = [
-        _describe_damage(folder / name, name, record)
+    damaged = [
+        f"{name} has another digest"
         for name, record in records.items()
         if digest(read_chunks(folder / name, from_disk=from_disk)) != record.digest
     ]
-    if damage:
-        raise ValueError(_few(damage, "; "))
+    if damaged:
+        raise ValueError(_few(damaged, "; "))
 
 
 def read_folder(folder: Path) -> tuple[Manifest, dict[str, bytes]]:
@@ -305,7 +292,7 @@ def read_file(folder: Path, name: str, record: FileRecord) -> bytes:
 def _read_verified(folder: Path, name: str, record: FileRecord) -> bytes:
     content = read_exactly(folder / name, record.size)
     if digest([content]) != record.digest:
-        raise ValueError(_describe_damage(folder / name, name, record))
+        raise ValueError(f"{name} has another digest")
     return content
 
 
@@ -340,42 +327,6 @@ def list_files(folder: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
                 yield prefix + entry.name, entry.stat(follow_symlinks=False).st_size
             else:
                 raise ValueError(f"{prefix}{entry.name} is a link or a special file")
-
-
-def tensor_spans(data: bytes) -> dict[str, tuple[int, int]]:
-    """Where each tensor of a safetensors file begins and ends, in bytes of the file.
-
-    Raises:
-        ValueError: the header is too long, or not a header.
-    """
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or length > min(MAX_HEADER_BYTES, len(data) - 8):
-        raise ValueError(f"a safetensors header of {length} bytes is refused")
-    header = parse_json(data[8 : 8 + length])
-    if not isinstance(header, dict):
-        raise ValueError("the safetensors header is not an object")
-    spans = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    return {name: _span(entry, 8 + length) for name, entry in spans.items()}
-
-
-def _span(entry: Json, start: int) -> tuple[int, int]:
-    match entry:
-        case {"data_offsets": [int(begin), int(end)]}:
-            return start + begin, start + end
-    raise ValueError("a tensor of the safetensors header has no offsets")
-
-
-def _describe_damage(path: Path, name: str, record: FileRecord) -> str:
-    """The file, and the tensors whose bytes differ where they can be told apart."""
-    data = path.read_bytes()
-    try:
-        spans = tensor_spans(data) if record.tensors else {}
-    except ValueError:
-        spans = {}
-    view = memoryview(data)
-    hurt = [t for t, known in record.tensors.items() if t in spans and digest([view[slice(*spans[t])]]) != known]
-    where = f" in {len(hurt)} of {len(record.tensors)} tensors: {_few(hurt)}" if hurt else ""
-    return f"{name} has another digest{where}"
 
 
 @contextmanager

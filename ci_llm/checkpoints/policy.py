@@ -42,19 +42,18 @@ class SavePolicy:
         if self.every_steps is not None and self.every_steps < 1:
             raise CheckpointError("save at multiples of 1 or more", where="save_interval_steps")
 
-    def due(self, step: int, *, newest: int | None, elapsed_s: float, must: bool = False) -> bool:
+    def due(self, step: int, *, newest: int | None, elapsed_s: float) -> bool:
         """Whether to save `step`.
 
         Args:
             newest: newest committed step; only later steps are saved.
             elapsed_s: seconds since the last save was tried.
-            must: the end, an interruption or a request: save whatever the intervals say.
         """
         if newest is not None and step <= newest:
             return False
         by_steps = self.every_steps is not None and step % self.every_steps == 0
         by_time = self.every_seconds is not None and elapsed_s >= self.every_seconds
-        return must or by_steps or by_time or step in self.on_steps
+        return by_steps or by_time or step in self.on_steps
 
 
 #: Assumed before anything is known: one failure a day.

@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from ci_llm.checkpoints.manifest import FileImage, check_name, tensor_spans
+from ci_llm.checkpoints.manifest import FileImage, check_name
 from ci_llm.core.typed_json import Json, decode, encode, load_json, parse_json, reject
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
@@ -245,20 +245,15 @@ def write_safetensors(tensors: Mapping[str, Tensor], body: memoryview | None = N
     order = sorted(tensors, key=lambda name: _widest_first(tensors[name]))
     entries: dict[str, object] = {}
     end = 0
-    spans: dict[str, slice] = {}
     for name in order:
         begin, end = end, end + tensors[name].nbytes
         kind = DTYPES[tensors[name].dtype]
         entries[name] = {"dtype": kind, "shape": list(tensors[name].shape), "data_offsets": [begin, end]}
-        spans[name] = slice(begin, end)
     header = {"__metadata__": {"format": "pt"}} | {name: entries[name] for name in tensors}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    if body is not None:
-        return FileImage((head, body), {name: body[span] for name, span in spans.items()})
-    views = {name: _raw_bytes(tensors[name]) for name in order}
-    return FileImage((head, *views.values()), views)
+    return FileImage((head, *([_raw_bytes(tensors[name]) for name in order] if body is None else [body])))
 
 
 def _require_plain_bytes(tensor: Tensor, where: str = "") -> None:
@@ -340,12 +335,12 @@ def read_safetensors(data: bytes) -> dict[str, Tensor]:
     Raises:
         ValueError: it is not such a file, or its header is longer than the format allows.
     """
-    names = tensor_spans(data)
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load(data)
     except safetensors.SafetensorError as error:
         raise ValueError(str(error)) from error
-    return {name: tensors[name] for name in names}
+    header: Any = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return {name: tensors[name] for name in header if name != "__metadata__"}
 
 
 # Messages

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ci_llm.cli.command import Parser, add_verb, agent_number, print_json, run_verb
+from ci_llm.cli.command import Parser, add_verb, agent_number, print_result, run_verb
 from ci_llm.errors import BadInput
 
 if TYPE_CHECKING:
@@ -58,16 +58,15 @@ def _stop(call: argparse.Namespace) -> int:
     request = ask(call.run, call.agent)
     is_running = status.status == "running"
     decided = _decided(call.run, request, call.wait if is_running else 0.0)
-    if call.json:
-        told = None if decided is None else {"step": decided.step, "refused": decided.refused}
-        print_json({"verb": "stop", "agent": call.agent, "decision": told})
-    elif decided is None:
+    told = None if decided is None else {"step": decided.step, "refused": decided.refused}
+    if decided is None:
         when = "after the step under way" if is_running else "after its first step, once it resumes"
-        print(f"asked to stop agent{call.agent}: the run does so {when}; its log tells")
+        line = f"asked to stop agent{call.agent}: the run does so {when}; its log tells"
     elif decided.refused is not None:
-        print(f"refused: {decided.refused}")
+        line = f"refused: {decided.refused}"
     else:
-        print(f"stop agent{call.agent}: done after step {decided.step}")
+        line = f"stop agent{call.agent}: done after step {decided.step}"
+    print_result(call.json, {"verb": "stop", "agent": call.agent, "decision": told}, line)
     return 1 if decided is not None and decided.refused else 0
 
 

@@ -75,7 +75,7 @@ def width() -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for the run, and for how tokens are chosen."""
     parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
-    aggregators, option = plugin_names("ci_llm.crowd.aggregators", first="probability"), parser.add_argument
+    aggregators, option = plugin_names("ci_llm.crowd.aggregators"), parser.add_argument
     about = "at most so many tokens per answer (256)"
     option("--max-new-tokens", type=at_least(1), default=256, metavar="N", help=about)
     about = "draw tokens; below 1 sharper, 0 takes the most probable"

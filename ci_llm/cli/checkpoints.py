@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ci_llm.cli.command import Parser, add_verb, print_json, run_verb
+from ci_llm.cli.command import Parser, add_verb, print_result, run_verb
 from ci_llm.core.quantities import count
 from ci_llm.errors import BadInput, DamagedCheckpoint
 
@@ -110,13 +110,7 @@ def _list(call: argparse.Namespace) -> int:
     read_all = not call.quick
     is_mirror = isinstance(call.run, str)
     entries = entries_of(call.run, read_all=read_all) if is_mirror else list_checkpoints(call.run, read_all=read_all)
-    if call.json:
-        print_json({"checkpoints": [asdict(entry) for entry in entries]})
-        return 0
-    if not entries:
-        print(f"no checkpoint in {call.run}")
-        return 0
-    print(f"{'step':>8}  {'written':<19}  {'bytes':>15}  {'attempt':>7}  {'state':<9}  {'line':<10}  folder")
+    lines = [f"{'step':>8}  {'written':<19}  {'bytes':>15}  {'attempt':>7}  {'state':<9}  {'line':<10}  folder"]
     for entry in entries:
         state = "unread" if call.quick else "verified"
         state = "damaged" if entry.damage else "refused" if entry.refused else state
@@ -124,10 +118,10 @@ def _list(call: argparse.Namespace) -> int:
         size = "" if entry.nbytes is None else f"{entry.nbytes:,}"
         step, attempt = ("?" if value is None else value for value in (entry.step, entry.attempt))
         name = f"{entry.name} (best)" if entry.pinned else entry.name
-        print(f"{step:>8}  {written:<19}  {size:>15}  {attempt:>7}  {state:<9}  {entry.line:<10}  {name}")
-    for entry in entries:
-        if entry.damage or entry.refused:
-            print(f"{entry.name}: {entry.damage or entry.refused}")
+        lines.append(f"{step:>8}  {written:<19}  {size:>15}  {attempt:>7}  {state:<9}  {entry.line:<10}  {name}")
+    lines += [f"{entry.name}: {why}" for entry in entries if (why := entry.damage or entry.refused)]
+    shown = lines if entries else [f"no checkpoint in {call.run}"]
+    print_result(call.json, {"checkpoints": [asdict(entry) for entry in entries]}, *shown)
     return 0
 
 
@@ -159,7 +153,7 @@ def _verify(call: argparse.Namespace) -> int:
     for line in dict.fromkeys(foreseen.values()) if not call.json else ():
         print(line)
     verified = [str(folder) for folder in folders if str(folder) not in damage]
-    return _verdict(verified, damage, as_json=call.json, exactness=foreseen)
+    return _verdict(call, verified, damage, exactness=foreseen)
 
 
 def _verify_mirror(call: argparse.Namespace) -> int:
@@ -170,19 +164,19 @@ def _verify_mirror(call: argparse.Namespace) -> int:
     verified = [entry.name for entry in current if entry.name not in damage]
     for name in verified if not call.json else ():
         print(f"{name}: verified")
-    return _verdict(verified, damage, as_json=call.json)
+    return _verdict(call, verified, damage)
 
 
-def _verdict(verified: Sequence[str], damage: Mapping[str, str], *, as_json: bool, **more: object) -> int:
+def _verdict(call: argparse.Namespace, verified: Sequence[str], damage: Mapping[str, str], **more: object) -> int:
     """The exit code of a verification; it prints the JSON.
 
     Raises:
         DamagedCheckpoint: a checkpoint is damaged, and no JSON says so.
     """
-    if as_json:
-        print_json({"verified": verified, "damaged": damage, **more})
-    elif damage:
+    if damage and not call.json:
         raise DamagedCheckpoint("; ".join(damage.values()), where=", ".join(damage))
+    if call.json:
+        print_result(call.json, {"verified": verified, "damaged": damage, **more})
     return 1 if damage else 0
 
 
@@ -208,10 +202,7 @@ def _pull(call: argparse.Namespace) -> int:
         if step is None:
             raise DamagedCheckpoint("no checkpoint in this mirror verifies", where=reader.url)
         told, shown = {"folder": str(call.to), "step": step}, f"{call.to}: step {step}, verified"
-    if call.json:
-        print_json(told)
-    else:
-        print(shown)
+    print_result(call.json, told, shown)
     return 0
 
 
@@ -245,12 +236,8 @@ def _push(call: argparse.Namespace) -> int:
     state, healed = mirror.state, sorted(found.damage.values())
     if not done:
         raise BadInput(f"not everything was sent: {state.error}", where=state.url)
-    if call.json:
-        print_json({"healed": healed, **asdict(state)})
-        return 0
-    print(f"{state.url}: step {state.step} is the newest, {state.sent_bytes:,} bytes sent")
-    for damage in healed:
-        print(f"healed: {damage}")
+    sent = f"{state.url}: step {state.step} is the newest, {state.sent_bytes:,} bytes sent"
+    print_result(call.json, {"healed": healed, **asdict(state)}, sent, *(f"healed: {damage}" for damage in healed))
     return 0
 
 
@@ -261,20 +248,20 @@ def _diff(call: argparse.Namespace) -> int:
     found = compare(*(load_checkpoint(folder) for folder in folders))
     counting = [difference for difference in found.differences if difference.counts]
     beside = [difference for difference in found.differences if not difference.counts]
-    if call.json:
-        told = [asdict(difference) for difference in found.differences]
-        compared = {"tensors": found.num_tensors, "values": found.num_values}
-        print_json({"identical": found.identical, "compared": compared, "differences": told})
-        return 0 if found.identical else 1
+    record = {
+        "identical": found.identical,
+        "compared": {"tensors": found.num_tensors, "values": found.num_values},
+        "differences": [asdict(difference) for difference in found.differences],
+    }
     verdict = "bit-identical" if found.identical else count(len(counting), "difference")
-    print(f"A {folders[0]}\nB {folders[1]}")
-    print(f"{verdict}, {count(found.num_tensors, 'tensor')} and {count(found.num_values, 'plain value')} compared")
-    for difference in counting[:LINES_SHOWN]:
-        print(f"  {difference.where}: {difference.what}")
+    compared = f"{count(found.num_tensors, 'tensor')} and {count(found.num_values, 'plain value')} compared"
+    lines = [f"A {folders[0]}", f"B {folders[1]}", f"{verdict}, {compared}"]
+    lines += [f"  {difference.where}: {difference.what}" for difference in counting[:LINES_SHOWN]]
     if len(counting) > LINES_SHOWN:
-        print(f"  and {len(counting) - LINES_SHOWN} more; --json lists all")
+        lines.append(f"  and {len(counting) - LINES_SHOWN} more; --json lists all")
     if beside:
-        print(f"beside the state: {', '.join(difference.where for difference in beside)}")
+        lines.append(f"beside the state: {', '.join(difference.where for difference in beside)}")
+    print_result(call.json, record, *lines)
     return 0 if found.identical else 1
 
 
@@ -282,15 +269,12 @@ def _prune(call: argparse.Namespace) -> int:
     from ci_llm.checkpoints.catalog import pinned_steps, prune
 
     done = prune(call.run, call.keep, dry_run=call.dry_run)
-    if call.json:
-        print_json({**asdict(done), "dry_run": call.dry_run})
-        return 0
     pinned = pinned_steps(call.run)
     removed = ", ".join(map(str, done.removed)) or "none"
     kept = ", ".join(f"{step} (best)" if step in pinned else str(step) for step in done.kept)
-    print(f"{'would remove' if call.dry_run else 'removed'}: {removed} ({done.freed_bytes:,} bytes); kept: {kept}")
-    for damage in done.damaged:
-        print(f"the next start of the run will quarantine: {damage}")
+    line = f"{'would remove' if call.dry_run else 'removed'}: {removed} ({done.freed_bytes:,} bytes); kept: {kept}"
+    damaged = [f"the next start of the run will quarantine: {damage}" for damage in done.damaged]
+    print_result(call.json, {**asdict(done), "dry_run": call.dry_run}, line, *damaged)
     return 0
 
 
@@ -304,19 +288,18 @@ def _import(call: argparse.Namespace) -> int:
 
     crowd = import_crowd(call.sources, call.to, call.base_model)
     settings, base_model = crowd.settings, short_name(crowd.base_name)
-    if call.json:
-        told = {"folder": str(call.to), "num_agents": crowd.num_agents, "base_model": base_model}
-        print_json({**told, "lora_rank": settings.rank, "lora_alpha": settings.alpha})
-        return 0
+    record = {"folder": str(call.to), "num_agents": crowd.num_agents, "base_model": base_model}
     places = {"lora_target_modules": settings.target_modules, "agent_layers": settings.layers}
     said = (f"{key}={value if isinstance(value, str) else ','.join(map(str, value))}" for key, value in places.items())
-    print(f"{call.to}: {crowd.num_agents} agents of rank {settings.rank} on {base_model}")
-    print(f'answer:  Crowd.from_pretrained("{call.to}").generate(...)')
-    print(
+    print_result(
+        call.json,
+        {**record, "lora_rank": settings.rank, "lora_alpha": settings.alpha},
+        f"{call.to}: {crowd.num_agents} agents of rank {settings.rank} on {base_model}",
+        f'answer:  Crowd.from_pretrained("{call.to}").generate(...)',
         f"train:   python train.py init_from={call.to} num_agents={crowd.num_agents} lora_rank={settings.rank}"
         f" lora_alpha={settings.alpha:g} use_rslora={str(settings.use_rslora).lower()}"
         f" {' '.join(said)}"
-        f" model_name={base_model} experiment_name=mine"
+        f" model_name={base_model} experiment_name=mine",
     )
     return 0
 

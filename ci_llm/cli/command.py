@@ -104,9 +104,12 @@ def add_json(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument("--json", action="store_true", help=f"one JSON object, for scripts{more}")
 
 
-def print_json(value: object) -> None:
-    """Print the result of a command with `--json`."""
-    print(json.dumps(value, indent=2))
+def print_result(as_json: bool, record: object, *lines: str) -> None:
+    """Print the result of a command: the record with `--json`, else the lines for people."""
+    if as_json:
+        print(json.dumps(record, indent=2))
+    else:
+        print(*lines, sep="\n")
 
 
 @contextlib.contextmanager

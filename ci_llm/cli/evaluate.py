@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ci_llm.cli.command import Parser, add_json, at_least, print_json, probability, whole_checkpoint
+from ci_llm.cli.command import Parser, add_json, at_least, print_result, probability, whole_checkpoint
 from ci_llm.core.imports import importing
 from ci_llm.core.quantities import duration
 from ci_llm.core.remote import is_url
@@ -22,7 +22,7 @@ Without --data these are the rows of the run's own evaluation, and the figures t
 _COMMON = ("--data", "--max-samples", "--failed", "--calibrate", "--json")
 _EXAMPLES = """objective=module:name, if the run has this objective, takes the loss from your module.
 key=value changes a key of the run for this evaluation: aggregator, max_new_tokens_eval, max_seq_length,
-prompt_column, answer_column, text_column, label_column, dataset_subset.
+prompt_column, answer_column, text_column, dataset_subset.
 
 A call that was killed resumes after its last row when it is called again.
 
@@ -63,10 +63,7 @@ def evaluate_run(words: Sequence[str]) -> int:
         except KeyboardInterrupt:
             print("stopped; the same call resumes after the last row that was answered", file=sys.stderr)
             raise
-    if call.json:
-        print_json(_as_json(call, found))
-    else:
-        print(*_as_text(call, found), sep="\n")
+    print_result(call.json, _as_json(call, found), *_as_text(call, found))
     return 0
 
 
@@ -117,8 +114,9 @@ class _Progress:
 
 
 def _as_text(call: argparse.Namespace, found: Evaluation) -> Iterator[str]:
-    from ci_llm.evaluation.evaluate import failed_lines, failed_rows, sureness_lines
-    from ci_llm.report.scores import table
+    from ci_llm.evaluation.evaluate import failed_lines
+    from ci_llm.evaluation.predictions import sureness_lines
+    from ci_llm.report.scores import failed_rows, table
 
     yield from (f"data  {line}" for line in found.lines)
     yield ""
@@ -126,7 +124,9 @@ def _as_text(call: argparse.Namespace, found: Evaluation) -> Iterator[str]:
     if "bytes" in found.record:
         tokens, nbytes = found.record["tokens"], found.record["bytes"]
         yield f"{tokens} tokens of {nbytes / max(1, tokens):.2f} bytes on average"
-    yield from sureness_lines(found)
+    yield from sureness_lines(found.record["sureness"]) if "sureness" in found.record else ()
+    if found.calibrated:
+        yield f"calibrated on these rows, in {found.calibrated}: judge it on others"
     yield ""
     if found.resumed:
         yield f"resumed: {found.resumed} of {len(found.rows)} rows were answered by an earlier call"
@@ -144,7 +144,7 @@ def _where_failed(call: argparse.Namespace, found: Evaluation) -> str:
 
 
 def _as_json(call: argparse.Namespace, found: Evaluation) -> dict[str, Any]:
-    from ci_llm.evaluation.evaluate import failed_rows
+    from ci_llm.report.scores import failed_rows
 
     failed = failed_rows(found.rows)
     return {

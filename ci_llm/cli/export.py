@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ci_llm.cli.asking import find_run
-from ci_llm.cli.command import Parser, add_json, agent_number, at_least, print_json, whole_checkpoint
+from ci_llm.cli.command import Parser, add_json, agent_number, at_least, print_result, whole_checkpoint
 from ci_llm.core.imports import importing
 from ci_llm.crowd.merging import DISTILLED, DISTILLED_DOES, METHODS, Distillation, Merge, merge_of
 from ci_llm.errors import BadInput, ModelError
@@ -52,10 +52,6 @@ def export(words: Sequence[str]) -> int:
         prepared = prepare(call.run, agent=call.agent, merge=merge, base_model=call.base_model)
     as_gguf = call.format == "gguf"
     prepared.require_form(into_base=call.into_base, as_gguf=as_gguf)
-    if as_gguf:
-        from ci_llm.crowd.gguf_adapter import require_convertible
-
-        require_convertible(prepared.saved.base.model.config)
     scores = None
     if prepared.can_be_scored and not call.no_score:
         scores = prepared.scores()
@@ -64,13 +60,9 @@ def export(words: Sequence[str]) -> int:
     elif not call.json and not call.no_score:
         print("not scored: no run trained these agents, so it is not known which rows to validate on", flush=True)
     scores = prepared.write(call.to, scores, into_base=call.into_base, as_gguf=as_gguf, dtype=call.dtype)
-    if call.json:
-        told = _record(prepared, call)
-        print_json({**told, "scores": scores.record() if scores else None})
-    else:
-        if scores and (folder := scores.about_folder(prepared.name)):
-            print(folder)
-        print(_written(prepared, call))
+    about = scores.about_folder(prepared.name) if scores else None
+    record = {**_record(prepared, call), "scores": scores.record() if scores else None}
+    print_result(call.json, record, *([about] if about else []), _written(prepared, call))
     return 0
 
 
@@ -189,14 +181,12 @@ def push(words: Sequence[str]) -> int:
         from ci_llm.crowd.publishing import publish
 
     done = publish(call.run, call.to, private=not call.public, merge=merge)
-    if call.json:
-        print_json(asdict(done))
-        return 0
-    print(f"{done.url}: {done.files} files, {'private' if done.private else 'public'}")
-    print(f"sent: {', '.join(done.sent)}")
+    lines = [f"{done.url}: {done.files} files, {'private' if done.private else 'public'}"]
+    lines.append(f"sent: {', '.join(done.sent)}")
     if done.shortened:
-        print(f"sent without paths and addresses: {', '.join(done.shortened)}")
-    print(f'Crowd.from_pretrained("{done.repository}").generate("...")')
+        lines.append(f"sent without paths and addresses: {', '.join(done.shortened)}")
+    lines.append(f'Crowd.from_pretrained("{done.repository}").generate("...")')
+    print_result(call.json, asdict(done), *lines)
     return 0
 
 

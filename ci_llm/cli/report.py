@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ci_llm.cli.command import Parser, add_json, print_json
+from ci_llm.cli.command import Parser, add_json, print_result
 from ci_llm.core.imports import importing
 from ci_llm.core.run_folder import SWEEP
 from ci_llm.errors import BadInput, ConfigError
@@ -79,10 +79,7 @@ def compare_runs(words: Sequence[str]) -> int:
         for letter, folder in zip(LETTERS, folders, strict=False):
             print(head(letter, folder, read_status(folder)), flush=True)
     runs = [RunFacts(folder) for folder in folders]
-    if call.json:
-        print_json(as_json(runs))
-    else:
-        print(*as_text(runs), sep="\n")
+    print_result(call.json, as_json(runs), *as_text(runs))
     return 0
 
 

@@ -13,7 +13,7 @@ from ci_llm.cli.command import Parser, at_least, probability
 from ci_llm.core.imports import importing
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import Interrupts
-from ci_llm.serve.options import LOCAL, Options
+from ci_llm.serve import LOCAL, Options
 
 _DESCRIPTION = """Serve the crowd of a run, its agents and its base by OpenAI's API, with a chat page at /.
 Answers are greedy unless a request has a temperature."""
@@ -45,7 +45,7 @@ def serve(words: Sequence[str]) -> int:
             f"warning: everybody who reaches {options.host}:{options.port} may ask: {_KEY}, or --api-key-file FILE"
         )
     with importing():
-        from ci_llm.serve.start import of_run, run_until_signal
+        from ci_llm.serve.app import of_run, run_until_signal
     if options.engine is not None:
         from ci_llm.serve.remote import of_engine
 

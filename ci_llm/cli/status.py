@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ci_llm.cli.command import Parser, print_json
+from ci_llm.cli.command import Parser, print_result
 from ci_llm.core.help import asked_help
 from ci_llm.core.run_folder import NOT_A_RUN
 from ci_llm.errors import BadInput
@@ -42,12 +42,9 @@ def status(words: list[str]) -> int:
     folder = named_run([word for word in words if word not in ("--debug", "--json")])
     _LOGGER.debug("reads %s", Path(folder, "status.json").absolute())
     found = look_at(folder)
-    if as_json:
-        print_json(found.record())
-    else:
-        run, reason = found.status, f" ({found.status.reason})" if found.status.reason else ""
-        head = f"{run.status}{reason}: step {run.step}, attempt {run.attempt}, process {run.pid} on {run.host}"
-        print(head, *lines(found), sep="\n")  # scripts may read the head
+    run, reason = found.status, f" ({found.status.reason})" if found.status.reason else ""
+    head = f"{run.status}{reason}: step {run.step}, attempt {run.attempt}, process {run.pid} on {run.host}"
+    print_result(as_json, found.record(), head, *lines(found))  # scripts may read the head
     return found.status.exit_code
 
 

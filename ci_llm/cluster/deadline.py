@@ -1,4 +1,4 @@
-"""The deadline of a run: when it is, and from which moment before it one more step no longer fits.
+"""The deadline of a run: when it is, from which moment before it one more step no longer fits, and when the kill comes.
 
 A thread asks the run to stop, as a signal does; the run saves and leaves between two steps. The time that it needs for
 this is measured: an upper quantile of its steps, an upper quantile of its saves, and a margin for its exit.
@@ -6,6 +6,7 @@ this is measured: an upper quantile of its steps, an upper quantile of its saves
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -13,19 +14,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Final, Protocol
 
 import psutil
 
+from ci_llm.cluster.launch import Launch
+from ci_llm.cluster.slurm import Job, current_job_end, job_end, kill_time, query, read_job
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
 
+logger = logging.getLogger(__name__)
+
 VARIABLE: Final = "CI_LLM_DEADLINE"
 REASON: Final = "walltime"
+#: The reason of an interruption that a callback has asked for, as status.json has it.
+STOPPED_BY_CALLBACK: Final = "callback"
 MAX_RUNTIME: Final = "max_runtime"  # the source of a deadline that the caller has set
 QUANTILE: Final = 0.95
 MARGIN_S: Final = 10.0  # for the exit of the program
 MEASUREMENTS: Final = 100
+_BRIEFLY_S: Final = 3.0  # a process that is about to be killed cannot wait long for an answer of SLURM
 _SHORTEST_WAIT_S: Final = 0.05
 _LONGEST_WAIT_S: Final = 86400.0  # Event.wait takes at most 292 years, and a deadline may be infinite
 
@@ -191,3 +200,36 @@ class Walltime:
             return False
         self.deadline = now
         return self._seconds_until_stop() > 0
+
+
+def watch_walltime(max_runtime_s: float | None, launch: Launch, pace: Pace, interrupts: Interrupts) -> Walltime:
+    """Make the end of the job a request to stop, on the main process; the ballot tells the other processes."""
+    deadline = _deadline(max_runtime_s, launch, job_end) if launch.is_main_process else None
+    if deadline is not None:
+        logger.info(f"walltime  stops in time before {deadline}")
+    return Walltime(deadline, pace, interrupts, refresh=lambda: _deadline(max_runtime_s, launch, current_job_end))
+
+
+def _deadline(max_runtime_s: float | None, launch: Launch, end: Callable[[Job], float | None]) -> Deadline | None:
+    job = read_job()
+    return find_deadline(max_runtime_s, None if job is None else end(job), started=launch.called_at)
+
+
+def expected_kill(interrupts: Interrupts, grace_s: float, launch: Launch, deadline: Deadline | None) -> float:
+    """When a run that was asked to stop is expected to be killed, by `time.monotonic()`.
+
+    If the reason is the end of its time, at that end. Else when SLURM says, or after `grace_s`, but not later than the
+    launcher waits. Infinite where nobody kills: a callback has asked, or the `max_runtime` of a call from Python is
+    over. There an emergency save would end the interpreter of the caller.
+    """
+    asked_at, reason = interrupts.stop_requested_at or time.monotonic(), interrupts.stop_reason
+    own_limit = launch.called_at is not None and deadline is not None and deadline.source == MAX_RUNTIME
+    if deadline is not None and reason == REASON and not own_limit:
+        return time.monotonic() + deadline.at - time.time()
+    nobody_kills = reason == STOPPED_BY_CALLBACK or (reason == REASON and own_limit)
+    job = read_job()
+    end = kill_time(job, partial(query, timeout_s=_BRIEFLY_S)) if job else None
+    by_slurm = time.monotonic() + end - time.time() if end else None
+    if nobody_kills:
+        return math.inf if by_slurm is None else by_slurm
+    return min(asked_at + grace_s if by_slurm is None else by_slurm, asked_at + launch.kill_delay_s)

@@ -97,4 +97,3 @@ def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
     yield "max_train_steps", None if by_epochs else 260, f"epochs {c.epochs:g} decides" if by_epochs else why
     yield "objective", AUTO, ""  # by the columns
     yield "max_new_tokens_eval", AUTO, ""  # by the references that are asked for
-    yield "long_rows", "split", ""

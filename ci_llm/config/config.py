@@ -17,7 +17,7 @@ from ci_llm.config.key import ChangeKind, Keys
 from ci_llm.config.own_keys import OWN_KEYS, KeysOfEach, overriding
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
 from ci_llm.config.problems import Problem, by_key, clashing, error_of, read_values, sound_values
-from ci_llm.config.schema import AllKeys, meaning_of
+from ci_llm.config.schema import FOUND, AllKeys, meaning_of
 from ci_llm.config.validation import find_clashes, find_notices
 from ci_llm.config.yaml_file import dump_value, dump_yaml
 from ci_llm.core.imports import allow_import
@@ -33,11 +33,16 @@ def groups() -> dict[str, list[str]]:
     return {str(base.__doc__): [key for key in FIELDS if key in base.__annotations__] for base in classes}
 
 
+def given_groups() -> dict[str, list[str]]:
+    """`groups` without what the run itself finds."""
+    return {title: keys for title, keys in groups().items() if FOUND[0] not in keys}
+
+
 def describe_keys(chosen: Sequence[str] = ()) -> str:
     """These keys for `--help`: key, default, what it is and in which unit; without a choice all, group by group."""
     if chosen:
         return "\n".join(map(_described, chosen))
-    parts = ["\n".join([title, *map(_described, keys)]) for title, keys in groups().items()]
+    parts = ["\n".join([title, *map(_described, keys)]) for title, keys in given_groups().items()]
     return "\n\n".join(parts)
 
 
@@ -47,7 +52,7 @@ def keys_as_markdown() -> str:
     The names that other trainers have for a key stand below what it is.
     """
     rows = ["| key=default | on a resume | what it is; its names elsewhere |", "| --- | --- | --- |"]
-    for title, keys in groups().items():
+    for title, keys in given_groups().items():
         rows.append(f"| **{title}** | | |")
         rows += [f"| `{_typed(key)}` | {_on_resume(key)} | {_text(key)}{_elsewhere(key)} |" for key in keys]
     return "\n".join(rows)
@@ -238,8 +243,7 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         changes = []
         for key, field in Config.model_fields.items():
             old, new = (each._common_or_list(key, self, other) for each in (self, other))
-            alike = key == "data_seed" and self.seed == other.seed and {str(old), str(new)} == {"None", str(self.seed)}
-            if old != new and key != "agents" and not alike:
+            if old != new and key != "agents":
                 meaning = meaning_of(field)
                 changes.append(Change(key, old, new, meaning["kind"], meaning["keeps_bits"]))
         return changes
@@ -251,8 +255,6 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         if key == "seed":  # the common one orders the rows as well, and an agent's own may equal it
             alike = len({each.seed for each in both}) == 1
             return [own.get("seed") for own in self.agents or [{}] * self.num_agents] if alike else self.seed
-        if key == "data_seed":
-            return self.data_seeds
         return [getattr(own, key) for own in self.each_agent]
 
 

@@ -44,7 +44,7 @@ def _as_tuple(value: object) -> object:
 
 
 def _as_day(value: object) -> object:
-    """A date as YYYY-MM-DD, also as YAML reads it; nothing stays nothing."""
+    """A date as YYYY-MM-DD; nothing stays nothing."""
     return value if value is None else date.fromisoformat(str(value)).isoformat()
 
 
@@ -84,12 +84,12 @@ if TYPE_CHECKING:
     Metric = str
 else:
     Metric = Literal[tuple(METRICS)]
-    Diversity = Literal[plugin_names("ci_llm.crowd.diversity", first="none")]
+    Diversity = Literal[plugin_names("ci_llm.crowd.diversity")]
     Objective = (
         Literal[("auto", *plugin_names("ci_llm.objectives", first="sft"))]
         | Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
     )
-    Aggregator = Literal[plugin_names("ci_llm.crowd.aggregators", first="probability")]
+    Aggregator = Literal[plugin_names("ci_llm.crowd.aggregators")]
     Tracker = Literal[plugin_names("ci_llm.logs.trackers", first="tensorboard")]
     Backend = Literal[plugin_names("ci_llm.checkpoints.backends", first="vanilla")]
 Trackers = Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)]

@@ -14,6 +14,7 @@ from ci_llm.config.agents import OwnEntries, own_values, take_own_entries
 from ci_llm.config.config import Config, entries_of
 from ci_llm.config.foreign import FIELDS, NO_EFFECT, flag_form, key_of, read_without_effect
 from ci_llm.config.problems import Problem, by_key, clashing, error_of, expanded, read_values, sound_values, strays_of
+from ci_llm.config.schema import FOUND
 from ci_llm.config.validation import find_clashes
 from ci_llm.config.yaml_file import SECTION, read_yaml
 from ci_llm.core.imports import allow_import
@@ -118,7 +119,7 @@ def given_in_call(
     """The entries of what a call in Python is given: a YAML file, a mapping, what a Config was given, or nothing."""
     if config is None or isinstance(config, Mapping | Config):
         if isinstance(config, Config):
-            config = {**config.model_dump(include=config.model_fields_set), **config.without_effect}
+            config = {**config.model_dump(include=config.model_fields_set - {*FOUND}), **config.without_effect}
         return FileEntries(None, entries_of(config or {}, IN_CALL))
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(
@@ -196,7 +197,8 @@ def parse_config(text: str, where: str) -> Config:
     """
     known = [entry for entry in read_yaml(text, where) if entry.name in FIELDS]
     problems: list[Problem] = []
-    given = by_key(known, problems, last_wins=False)
+    given = by_key((entry for entry in known if entry.name not in FOUND), problems, last_wins=False)
+    given |= {entry.name: entry for entry in known if entry.name in FOUND}
     own = take_own_entries([given], problems)
     return _build(given, own, problems)
 

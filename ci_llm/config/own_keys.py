@@ -133,16 +133,9 @@ class KeysOfEach(schema.AllKeys):
         return [(own.dataset_name, own.dataset_subset or "", own.dataset_split) for own in self.rows_of_each]
 
     @property
-    def data_seeds(self) -> list[int]:
-        """Per agent the seed of the order of its rows: `data_seed`, else the common `seed`."""
-        seeds = [own.data_seed for own in self.each_agent]
-        return [self.seed if seed is None else seed for seed in seeds]
-
-    @property
     def has_own_rows(self) -> bool:
-        """Whether agents train on different rows, or on the same ones in different orders."""
-        rows = [tuple(getattr(own, key) for key in ROWS_KEYS) for own in self.rows_of_each]
-        return len({*zip(rows, self.data_seeds, strict=True)}) > 1
+        """Whether agents train on different rows."""
+        return len({tuple(getattr(own, key) for key in ROWS_KEYS) for own in self.rows_of_each}) > 1
 
     @property
     def learning_rates(self) -> str:

@@ -1,4 +1,4 @@
-"""The keys about a run's course: evaluation, logs, checkpoints, interruption, recovery. They change nothing learned."""
+"""The keys about a run's course: evaluation, logs, checkpoints, interruption. They change nothing learned."""
 
 from __future__ import annotations
 
@@ -66,12 +66,7 @@ class LogKeys(Keys):
     )
     logging_steps: Count = free(10, "log every n optimizer steps")
     report_to: Trackers = free(("tensorboard",), "trackers: none, tensorboard, wandb, mlflow, trackio, or a list")
-    progress_bar: bool = free(
-        True, "a live area with bars on a terminal and in a notebook; false: a line per interval, as in a file"
-    )
-    write_report: bool = free(True, "write report.html when a run has ended or was interrupted")
     monitor_gpu: bool = free(False, "write the load of the GPUs to gpu_stats.json while training")
-    profile_steps: Count | None = free(None, "trace the first n steps after each start into the sub-folder profile")
 
 
 class CheckpointKeys(Keys):
@@ -108,8 +103,6 @@ class CheckpointKeys(Keys):
     deterministic: bool | Literal["auto"] = rounding(
         "auto", "deterministic algorithms; auto: wherever they exist", recorded=True
     )
-    tf32: bool = rounding(False, "on a GPU, multiply fp32 as TF32: faster, with 10 bits of mantissa in place of 23")
-    async_save: bool = free(True, "write checkpoints while training continues")
     checkpoint_backend: Backend = free(
         "vanilla", "vanilla: process 0 writes; distributed: every process writes its part"
     )
@@ -136,11 +129,3 @@ class InterruptionKeys(Keys):
     max_runtime: Seconds | None = free(None, "save and end before n seconds, 1h30m or HH:MM:SS have passed")
     requeue: bool | Literal["auto"] = free("auto", "ask SLURM to run an interrupted job again; auto: if allowed")
     interrupted_exit_code: Annotated[int, Ge(0), Le(255)] = free(0, "exit code after a clean interruption")
-
-
-class RecoveryKeys(Keys):
-    """Self-healing"""
-
-    hang_timeout: Seconds | None = free(
-        None, "seconds without progress that count as a hang; null: learned from the steps so far"
-    )

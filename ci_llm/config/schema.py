@@ -41,7 +41,7 @@ from ci_llm.config.key import (
     rounding,
     schedule,
 )
-from ci_llm.config.run_keys import CheckpointKeys, EvaluationKeys, InterruptionKeys, LogKeys, RecoveryKeys
+from ci_llm.config.run_keys import CheckpointKeys, EvaluationKeys, InterruptionKeys, LogKeys
 
 
 class BaseModelKeys(Keys):
@@ -174,7 +174,6 @@ class ObjectiveKeys(Keys):
         None,
         "classes of classification; null: as many as the rows have",
     )
-    label_names: Names | None = exact(None, "names of the classes, in the order of their numbers; null: by the rows")
     diversity: Diversity = exact(
         "none",
         "loss term that keeps agents apart: none, or swd, a bounded sliced Wasserstein distance",
@@ -201,12 +200,6 @@ class DataKeys(Keys):
         own=20,
         rows=True,
         names_run=True,
-    )
-    dataset_weights: Weights | None = exact(
-        None,
-        "share of each of several data sets, in any unit; null: every row of each",
-        common="give an agent a data set of its own by dataset_name",
-        one_data_set=True,
     )
     dataset_subset: Text | None = exact(
         None,
@@ -235,32 +228,23 @@ class DataKeys(Keys):
         None, "column of the prompt, beside answer_column; null: found by its name", evaluable=True, one_data_set=True
     )
     answer_column: Text | None = exact(
-        None, "column of the answer; null: found by its name", evaluable=True, one_data_set=True
+        None,
+        "column of the answer, or of the label beside text_column; null: found by its name",
+        evaluable=True,
+        one_data_set=True,
     )
     text_column: Text | None = exact(
         None, "column of plain text to learn; null: found by its name", evaluable=True, one_data_set=True
     )
-    label_column: Text | None = exact(
-        None,
-        "column of labels, beside text_column; null: found by its name",
-        evaluable=True,
-        one_data_set=True,
-    )
     chat_template: Text | None = exact(
         None, "plain, roles, chatml, a template of the tokenizer by name, a file, or a text; null: the tokenizer's own"
     )
-    chat_date: Day | None = exact(None, "date that a template with a clock shows; null: that of the run's first start")
     train_on_prompt: bool = exact(False, "learn all of a row, and not only what the assistant says")
     max_seq_length: AutoLength = exact(
         "auto",
         "tokens per row; auto: 256 on the embedded base, else of the longest row, if the base has the positions",
         common="one length bounds the rows of all agents",
         evaluable=True,
-    )
-    long_rows: Literal["auto", "split", "truncate", "drop"] = exact(
-        "auto",
-        "rows of more tokens: truncate, drop, or split, as auto: plain text is cut into blocks, other rows"
-        " are truncated",
     )
     max_train_samples: AutoLimit = exact(
         None,
@@ -337,12 +321,22 @@ class TrainingKeys(Keys):
         "weight of a row in the loss; bootstrap: each agent draws its own once, exponential with mean 1",
         own=15,
     )
-    seed: Seed = exact(42, "seed of everything random", own=14)
-    data_seed: Seed | None = exact(None, "seed of the order of the rows; null: seed", own=24)
+    seed: Seed = exact(42, "seed of everything random, and of the order of the rows", own=14)
+
+
+class FoundKeys(Keys):
+    """What the run found at its start, and keeps for all its attempts"""
+
+    chat_date: Day | None = exact(None, "the day of the first start, which a chat template with a clock shows")
+    label_names: Names | None = exact(None, "the classes of the rows, in the order of their numbers")
+
+
+#: Nobody gives these: a checkpoint records them with the keys.
+FOUND = tuple(FoundKeys.__annotations__)
 
 
 class AllKeys(
-    RecoveryKeys,
+    FoundKeys,
     InterruptionKeys,
     CheckpointKeys,
     LogKeys,

@@ -28,10 +28,9 @@ from ci_llm.config.problems import Problem, given_twice, unknown
 from ci_llm.config.schema import DataKeys, with_trait
 from ci_llm.config.yaml_file import dump_value, read_flow
 
-#: Which rows are read, and in which order: the same for all trials, so that their scores compare.
-_ABOUT_ROWS: Final = frozenset({*DataKeys.__annotations__, "data_seed"})
-#: The keys that may have a space: what an agent may have of its own, except which rows it reads.
-SPACE_KEYS: Final = tuple(key for key in OWN_KEYS if key not in _ABOUT_ROWS)
+#: The keys that may have a space: what an agent may have of its own, except which rows it reads. These are the same for
+#: all trials, so that their scores compare.
+SPACE_KEYS: Final = tuple(key for key in OWN_KEYS if key not in DataKeys.__annotations__)
 DEFAULT_TRIALS: Final = 16
 _RANGE: Final = re.compile(r"(log|loguniform|uniform)\(\s*([^,()\s]+)\s*,\s*([^,()\s]+)\s*\)")
 _HOW: Final = "a list [a,b,c], log(low,high) or uniform(low,high)"
@@ -262,7 +261,7 @@ def _take_section(section: parsing.Entry | None, written: _Written, problems: li
 def _cannot_differ(key: str, entry: parsing.Entry) -> Problem:
     if key == "agents":
         return Problem(entry.where, "a sweep makes its agents of the spaces", "leave `agents` out")
-    if key in _ABOUT_ROWS:
+    if key in DataKeys.__annotations__:
         what = f"{key} cannot differ between trials: all read the same rows in the same order"
         return Problem(entry.where, what, "give it one value")
     return Problem(entry.where, f"{key} cannot differ between trials: {why_common(key)}", "give it one value")

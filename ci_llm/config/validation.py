@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ci_llm.config.foreign import NO_EFFECT
@@ -81,16 +81,16 @@ def objective_clashes(c: KeysOfEach) -> Iterator[Clash]:
     if c.metric_for_best_model not in metrics:
         what = f"an evaluation of objective {c.objective} has no {c.metric_for_best_model}"
         yield Clash(("metric_for_best_model", "objective"), what, f"take one of {', '.join(metrics)}")
-    for key in ("num_labels", "label_names"):
-        if getattr(c, key) is not None and c.objective in ("reward", "regression"):
-            yield Clash((key, "objective"), f"{key} is about classes, and this is {c.objective}", f"{key}=null")
-    if c.label_names and c.num_labels not in (None, len(c.label_names)):
-        what = f"num_labels is {c.num_labels}, and label_names has {len(c.label_names)}"
-        yield Clash(("num_labels", "label_names"), what, "leave one of them out")
+    if c.num_labels is not None and c.objective in ("reward", "regression"):
+        what = f"num_labels is about classes, and this is {c.objective}"
+        yield Clash(("num_labels", "objective"), what, "num_labels=null")
     if c.reference == "start" and c.init_from is None:
         what = "agents begin as the base, unless init_from names adapters to start from"
         yield Clash(("reference", "init_from"), what, "reference=base, or init_from=FOLDER")
     if c.objective == "sft":
+        if c.text_column and c.answer_column:
+            what = "answer_column beside text_column names labels, and objective sft learns none"
+            yield Clash(("text_column", "answer_column"), what, "name text_column, or prompt_column with answer_column")
         return
     wrong = {
         "diversity": (c.diversity != "none", "its terms compare how agents predict the same tokens", "none"),
@@ -114,23 +114,14 @@ def _mirror_clashes(c: KeysOfEach) -> Iterator[Clash]:
 
 def _data_clashes(c: KeysOfEach) -> Iterator[Clash]:
     """Keys about the data that exclude one another."""
-    weights = c.dataset_weights
-    sizes = [len(own.dataset_names) for own in c.rows_of_each]
-    if weights and (odd := [size for size in sizes if size != len(weights)]):
-        what = f"dataset_weights has {len(weights)} for {odd[0]} data sets"
-        yield Clash(("dataset_weights", "dataset_name"), what, "give each data set of dataset_name one weight")
     if c.has_own_rows and c.diversity != "none":
         what = f"diversity {c.diversity} compares agents on the same rows, and these train on different ones"
         yield Clash(("diversity",), what, "set diversity to none, or let all agents train on the same rows")
-    ways = [keys for keys in (("text_column",), ("prompt_column", "answer_column")) if _any(c, keys)]
-    if len(ways) > 1:
-        yield Clash(
-            tuple(key for keys in ways for key in keys if _any(c, (key,))),
-            f"{ways[0][0]} and {ways[1][0]} name two ways to read a row",
-            "name text_column, or prompt_column with answer_column",
-        )
+    if c.text_column and c.prompt_column:
+        what = "text_column and prompt_column name two ways to read a row"
+        yield Clash(("text_column", "prompt_column"), what, "name text_column, or prompt_column with answer_column")
     for key in ("eval_split", "eval_dataset_name"):
-        if c.val_set_size and _any(c, (key,)):
+        if c.val_set_size and getattr(c, key) is not None:
             what = f"val_set_size holds out training rows, and {key} names others to evaluate on"
             yield Clash(("val_set_size", key), what, "leave one of them away")
     if c.val_set_size and c.val_set_size > 1 and not c.val_set_size.is_integer():
@@ -150,10 +141,6 @@ def _slices(c: KeysOfEach) -> Iterator[Clash]:
             fewer = "max_train_samples" if key == "dataset_split" else "eval_samples"
             hint = f"write {key}={name}, and the number of rows as {fewer}"
         yield Clash((key,), f"{key} {split} is a slice, and a split is taken whole", hint)
-
-
-def _any(c: KeysOfEach, keys: Sequence[str]) -> bool:
-    return any(getattr(c, key) is not None for key in keys)
 
 
 def find_notices(config: KeysOfEach) -> list[str]:

@@ -1,7 +1,8 @@
 """Imports that wait until something is used: large libraries, and the modules that are values of a configuration key.
 
 Large libraries read some settings only while they are imported, so these are set here. A module that is a value has the
-value as its file's name: so one file adds a value, and the configuration is checked without importing torch.
+value as its file's name: so one file adds a value, and the configuration is checked without importing torch. Some
+packages have values that are no modules.
 """
 
 from __future__ import annotations
@@ -57,16 +58,24 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
+#: The values that a package defines itself, beside those that are files in its folder; the first is the default.
+_OWN: Final = {
+    "ci_llm.crowd.aggregators": "probability confidence dirichlet logit majority rerank self_consistency weighted_vote",
+    "ci_llm.crowd.diversity": "none swd",
+    "ci_llm.crowd.metrics": "exact_match string_match",
+}
+
+
 @cache
 def plugin_names(package: str, first: str | None = None) -> tuple[str, ...]:
-    """Names of the modules of a package in alphabetical order, with `first` before the others.
+    """The package's own values, and the names of its modules in alphabetical order, with `first` before the others.
 
     It imports the parents of the package, and neither the package nor its modules.
     """
     spec = find_spec(package)
     assert spec is not None, f"{package} is a package of this project"
     names = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)]
-    return tuple(sorted(names, key=lambda name: (name != first, name)))
+    return (*_OWN.get(package, "").split(), *sorted(names, key=lambda name: (name != first, name)))
 
 
 #: What a user named as `module:name`: typed, in a call or in a configuration file. Nothing else is imported,

@@ -381,7 +381,7 @@ BASE_MODEL: Final = "base_model"
 OF_A_RUN: Final = (
     *("checkpoint_step_*", "final_checkpoint", "quarantine", "superseded", ATTEMPTS, BEGINNING, RECOVERY),
     *("status.json", "training.log", "metrics.jsonl", "evaluation.json", "gpu_stats.json"),
-    *("tensorboard", "profile", "requests", CROWD_CHANGES, SKIPPED_BATCHES, BASE_MODEL),
+    *("tensorboard", "requests", CROWD_CHANGES, SKIPPED_BATCHES, BASE_MODEL),
     *("report.html", "predictions.jsonl", "predictions.source.json", "calibration.json", PUSH_RECORD),
 )
 #: Other files of a run and of a sweep, which stay where they are. `BEST` is a likely name of a run.

@@ -9,20 +9,21 @@ Legend: K agents, B texts, n answers, F signals, S targets, V vocabulary.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
+from pydantic import TypeAdapter
 from torch import Tensor
 
-from ci_llm.crowd.aggregators import Learned, dirichlet, probability
+from ci_llm.crowd import aggregators
+from ci_llm.crowd.aggregators import Learned
 
 AnswerStyle = Literal["marked", "number", "text"]
 
@@ -156,7 +157,7 @@ def decompose(log_probs: Tensor, mean: Tensor | None = None) -> tuple[Tensor, Te
     Returns:
         three tensors [...] in nats; the third is the first minus the second, and never below 0.
     """
-    total = entropy(probability.aggregate(log_probs) if mean is None else mean)
+    total = entropy(aggregators.mean(log_probs) if mean is None else mean)
     expected = entropy(log_probs).mean(0)
     return total, expected, (total - expected).clamp_min(0)  # below 0 by rounding only: entropy is concave
 
@@ -183,15 +184,10 @@ def tokens_of(numbers: Tensor) -> list[TokenUncertainty]:
 def of_text(tokens: Sequence[TokenUncertainty]) -> Uncertainty:
     """The uncertainty of a text from that of its tokens; an empty text is certain."""
     count = max(1, len(tokens))
-    log_probability = sum(math.log(token.probability) if token.probability else -math.inf for token in tokens)
-    return Uncertainty(
-        log_probability=log_probability,
-        confidence=math.exp(log_probability),
-        probability_per_token=math.exp(log_probability / count),
-        entropy=sum(token.entropy for token in tokens) / count,
-        expected_entropy=sum(token.expected_entropy for token in tokens) / count,
-        disagreement=sum(token.disagreement for token in tokens) / count,
-    )
+    nats = sum(math.log(token.probability) if token.probability else -math.inf for token in tokens)
+    names = ("entropy", "expected_entropy", "disagreement")
+    means = {name: sum(getattr(token, name) for token in tokens) / count for name in names}
+    return Uncertainty(nats, math.exp(nats), math.exp(nats / count), **means)
 
 
 def agreement(answer: str, agents: Sequence[str]) -> float:
@@ -221,10 +217,8 @@ def signals(tokens: Sequence[TokenUncertainty]) -> list[float]:
     disagreement per token.
     """
     logs = [math.log(max(token.probability, _LEAST)) for token in tokens] or [0.0]
-    count = len(logs)
-    entropy = sum(token.entropy for token in tokens) / count
-    disagreement = sum(token.disagreement for token in tokens) / count
-    return [sum(logs), sum(logs) / count, min(logs), entropy, disagreement]
+    text = of_text(tokens)
+    return [sum(logs), sum(logs) / len(logs), min(logs), text.entropy, text.disagreement]
 
 
 @dataclass(frozen=True)
@@ -295,7 +289,7 @@ class Calibration:
 
     def record(self) -> dict[str, Any]:
         """The calibration as plain JSON."""
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        found: dict[str, Any] = TypeAdapter(Calibration).dump_python(self, mode="json")
         return found
 
     @classmethod
@@ -313,14 +307,9 @@ class Calibration:
         return cls(learned, none, 0, none, aggregator="heads", **about)
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Calibration:
-        """The inverse of `record`. Raises KeyError or TypeError if the record is not a calibration."""
-        learned = Learned(tuple(record["learned"]["weights"]), record["learned"]["temperature"])
-        right, agent_right = (
-            Logistic(tuple(record[key]["coefficients"]), record[key]["intercept"]) for key in ("right", "agent_right")
-        )
-        found = {"learned": learned, "right": right, "agent_right": agent_right}
-        return cls(**{**record, **found})
+    def of(cls, record: Any) -> Calibration:
+        """The inverse of `record`. Raises ValueError if the record is not a calibration."""
+        return TypeAdapter(cls).validate_python(record)
 
 
 #: Before the rows are seen, every mixture of agents is as probable as any other.
@@ -397,7 +386,7 @@ def learn(targets: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Learned:
     weights = Learned(learn_weights(torch.cat(parts, dim=1)))
     nats = [0.0] * len(TEMPERATURES)
     for log_probs, wanted in targets():
-        mixture = dirichlet.aggregate(log_probs, weights)
+        mixture = aggregators.mixture(log_probs, weights)
         nats = [sum(pair) for pair in zip(nats, nats_by_temperature(mixture, wanted), strict=True)]
     return Learned(weights.weights, learn_temperature(nats))
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 from urllib.parse import urlsplit
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -26,6 +26,7 @@ RANKS: Final = (8, 16, 32, 64, 128, 256, 320, 512)
 #: The files of an adapter for llama.cpp and Ollama.
 ADAPTER: Final = "adapter.gguf"
 MODELFILE: Final = "Modelfile"
+Kind = Literal["adapter", "gguf", "model"]
 
 
 def public_name(name: str) -> str:
@@ -82,28 +83,17 @@ def crowd_card(facts: CardFacts) -> str:
     return _rendered("crowd", facts, f"A crowd of {len(facts.ranks)} LoRA agents{heads}")
 
 
-def adapter_card(facts: CardFacts, title: str, what: str) -> str:
-    """The card of a folder that is one PEFT adapter.
+def adapter_card(facts: CardFacts, title: str, what: str, kind: Kind = "adapter", gguf_base: str = "") -> str:
+    """The card of a folder with one adapter.
 
     Args:
         title: the title of the card.
         what: a sentence on where the adapter comes from.
+        kind: a PEFT folder, an adapter for llama.cpp and Ollama, or a model that has it in its weights.
+        gguf_base: the name of the GGUF file of the base.
     """
-    return _rendered("adapter", facts, title, what=what)
-
-
-def gguf_card(facts: CardFacts, title: str, what: str, base: str) -> str:
-    """The card of a folder with an adapter for llama.cpp and Ollama.
-
-    Args:
-        base: the name of the GGUF file of the base.
-    """
-    return _rendered("gguf", facts, title, what=what, adapter=ADAPTER, base=base, base_stem=Path(base).stem)
-
-
-def model_card(facts: CardFacts, title: str, what: str) -> str:
-    """The card of a folder that is a whole model, with an adapter merged into its weights."""
-    return _rendered("model", facts, title, what=what)
+    names = {"adapter": ADAPTER, "base": gguf_base, "base_stem": Path(gguf_base).stem} if kind == "gguf" else {}
+    return _rendered(kind, facts, title, what=what, **names)
 
 
 def _rendered(kind: str, facts: CardFacts, title: str, **more: str) -> str:

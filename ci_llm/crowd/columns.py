@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
 
-from ci_llm.lora.layer import compute_dtype
+from ci_llm.lora.reading import compute_dtype
 
 #: The name under which Transformers finds the attention of this module.
 COLUMNS: Final = "ci_llm_columns"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
+from ci_llm.agents.as_peft import peft_model
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.crowd import generation, text_scores
 from ci_llm.crowd.asking import Answer, Choices, answers, options_of, stream, texts
@@ -17,7 +18,6 @@ from ci_llm.crowd.pretrained import Pretrained, open_pretrained, save_crowd
 from ci_llm.crowd.text_scores import TextScore, TokenBatch, score_texts
 from ci_llm.data.prompts import Prompt, prompts_of
 from ci_llm.errors import ModelError
-from ci_llm.lora.adapters import peft_model
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -78,7 +78,7 @@ class Crowd(CrowdModel):
         crowd.calibration, crowd.learned = saved.calibration, saved.learned
         crowd.know_heads(saved.meta.get("head", {}))
         for k, tensors in enumerate(saved.agents):
-            crowd.agents.load_agent(k, tensors, saved.source)
+            crowd.agents[k].load_state_dict(tensors, saved.source)
         return crowd.eval()
 
     def save_pretrained(self, folder: Path | str) -> None:
@@ -108,7 +108,7 @@ class Crowd(CrowdModel):
             raise ModelError("the layers of a quantised base cannot be shared with PEFT", where="Crowd", hint=hint)
         k = agent % len(self.names)
         with self.plain(), self.active_agent(k) as model:
-            return peft_model(model, self.agents, k, self.base_name)
+            return peft_model(model, self.storage, self.agents[k], self.base_name)
 
     def log_probs(
         self,

@@ -42,7 +42,6 @@ from ci_llm.crowd.decoding import CROWD, Decoding, Request, Who, free_positions,
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.errors import BadInput
 from ci_llm.lora.kernels import onednn_is_faster
-from ci_llm.lora.layer import NOBODY, compute_dtype
 from ci_llm.lora.packed import Packed
 from ci_llm.lora.passes import (
     agrees_by_norm,
@@ -52,6 +51,7 @@ from ci_llm.lora.passes import (
     spare_tokens,
     tolerance,
 )
+from ci_llm.lora.reading import NOBODY, compute_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -284,7 +284,7 @@ class Decoder:
 
     def _who(self, request: Request) -> Who:
         """The writer of a request; under `active_agent` and `without_agents` there is only one."""
-        return CROWD if self._crowd.agents.reading.agent is not None else request.who
+        return request.who if self._is_spread else CROWD
 
     def _forget(self) -> None:
         """Drop the oldest prompts of ended texts beyond the number of free slots."""
@@ -331,7 +331,7 @@ class Decoder:
     @property
     def _is_spread(self) -> bool:
         """Whether every product holds the crowd's tokens once for each agent."""
-        return self._crowd.agents.reading.agent is None
+        return len(self._crowd.storage.reading.agents) == self._crowd.settings.num_agents
 
     def _passes(self, parts: Sequence[_Part]) -> Iterator[_Pass]:
         """Lay the parts out for as few passes as possible, with spare tokens for products of few rows."""
@@ -365,13 +365,13 @@ class Decoder:
 
     def _states(self, laid: _Pass) -> Tensor:
         """Final hidden states [R, N, D]."""
-        model, agents = self._crowd.model, self._crowd.agents
+        model, storage = self._crowd.model, self._crowd.storage
         ids, positions = self._on_device([laid.ids, laid.positions])
         dtype = compute_dtype(model.get_input_embeddings().weight)
         if self._packed is None or self._packed.dtype != dtype:
             self._packed = self._crowd.packed(dtype, by_onednn=self._by_onednn)
-        copies = agents.settings.num_agents if laid.kind == "crowd" and self._is_spread else 1
-        with self._reading(laid), agents.ready(dtype, training=False):
+        copies = self._crowd.settings.num_agents if laid.kind == "crowd" and self._is_spread else 1
+        with self._reading(laid), storage.ready(dtype, training=False):
             found = text_model(model)(
                 input_ids=ids.expand(copies, -1),
                 position_ids=positions,
@@ -383,20 +383,15 @@ class Decoder:
     @contextmanager
     def _reading(self, laid: _Pass) -> Iterator[None]:
         """Set whose tokens the layers read, and attention over columns."""
-        config, reading = self._crowd.model.config, self._crowd.agents.reading
+        config, reading = self._crowd.model.config, self._crowd.storage.reading
         before, config._attn_implementation = config._attn_implementation, COLUMNS
         assert self._packed is not None
         reading.by_onednn, reading.packed = self._by_onednn, self._packed.weights
         alone = [k for k, span in enumerate(laid.spans) if span.start < span.stop]
+        sizes = [laid.spans[k].stop - laid.spans[k].start for k in alone] if len(alone) > 1 else None
         try:
-            if laid.kind == "crowd":
+            with reading.of(reading.agents if laid.kind == "crowd" else alone, sizes):
                 yield
-            elif laid.kind == "base" or len(alone) == 1:
-                with reading.of(NOBODY if laid.kind == "base" else alone[0]):
-                    yield
-            else:
-                with reading.of(spans=laid.spans):
-                    yield
         finally:
             config._attn_implementation, reading.by_onednn, reading.packed = before, False, {}
 
@@ -497,9 +492,9 @@ def _agrees(crowd: CrowdModel, request: Request) -> bool:
     """Whether a full pass over the text gives the probabilities that were listed with its tokens."""
     if request.error is not None:
         return True  # an agent with NaN has none
-    model, reading = crowd.model, crowd.agents.reading
+    model, everyone = crowd.model, len(crowd.storage.reading.agents) == crowd.settings.num_agents
     ids = torch.tensor([[*request.prompt, *request.tokens]], device=crowd.device)
-    with crowd.active_agent(reading.agent if reading.agent is not None else request.who or 0):
+    with crowd.active_agent(request.who or 0 if everyone else None):
         logits = model(input_ids=ids, use_cache=False).logits[0, len(request.prompt) - 1 : -1]
     wanted, pairs = logits.float().log_softmax(-1), []
     for row, chosen in zip(wanted, request.chosen, strict=True):

@@ -38,8 +38,8 @@ from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize
 from ci_llm.embedded.stories import SPLITS, rows, task_rows
 from ci_llm.errors import BadInput
-from ci_llm.lora.layer import LoraSettings
 from ci_llm.lora.schedules import factor
+from ci_llm.lora.settings import LoraSettings
 
 CONTROL: Final = "own labels"
 _EMBEDDED_SEED: Final = 13
@@ -78,7 +78,7 @@ def distil(saved: Pretrained, config: Config, how: Distillation) -> tuple[Adapte
     crowd = Crowd(saved.base.model, LoraSettings(agents=tuple(still)), saved.base.name, saved.base.pad_id)
     try:
         for k, tensors in enumerate([*saved.agents, saved.agents[start], saved.agents[start]]):
-            crowd.agents.load_agent(k, tensors, f"agent{k}")
+            crowd.agents[k].load_state_dict(tensors, f"agent{k}")
         crowd.choose_route()
         crowd.learned = saved.learned
         _train(crowd, teachers, lesson, config, how, rate)
@@ -96,8 +96,7 @@ def distil(saved: Pretrained, config: Config, how: Distillation) -> tuple[Adapte
 def _lesson(saved: Pretrained, config: Config, how: Distillation, start: int) -> Lesson:
     prompter = saved.prompter
     rows, length = replace(load_rows(config, "train"), are_answers=True), config.max_seq_length
-    date = config.chat_date
-    given = tokenize(rows, prompter.tokenizer, max_seq_length=length, long_rows=config.long_rows, chat_date=date)
+    given = tokenize(rows, prompter.tokenizer, max_seq_length=length, chat_date=config.chat_date)
     examples = [given[number] for number in range(len(given))]
     end = _end(examples, given.whole_below(length))
     crowd = Crowd.of(saved)
@@ -161,9 +160,8 @@ def _train(crowd: Crowd, teachers: int, lesson: Lesson, config: Config, how: Dis
         rate: the learning rate at its peak.
     """
     student, control = teachers, teachers + 1
-    agents = crowd.agents
     optimizer = torch.optim.AdamW(
-        [agents.rows[student], agents.rows[control]],
+        [crowd.agents[student].weights, crowd.agents[control].weights],
         lr=rate,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_epsilon,
@@ -176,14 +174,14 @@ def _train(crowd: Crowd, teachers: int, lesson: Lesson, config: Config, how: Dis
     with working("distil", how.steps, "steps") as shown:
         for step in range(how.steps):
             numbers = next(order)
-            agents.begin_step(step)
+            crowd.storage.begin_step(step)
             batch = pack([lesson.student[n] for n in numbers], numbers).to(crowd.device)
             with torch.no_grad():
                 states = crowd.states(batch)[:teachers, batch.predict_from]
             _learn(crowd, student, batch, (states, aggregator))
             batch = pack([lesson.control[n] for n in numbers], numbers).to(crowd.device)
             _learn(crowd, control, batch, None)
-            agents.clip([config.max_grad_norm] * crowd.num_agents)
+            crowd.storage.clip([config.max_grad_norm] * crowd.num_agents)
             for group in optimizer.param_groups:
                 group["lr"] = rate * share(step)
             optimizer.step()

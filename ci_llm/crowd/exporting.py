@@ -1,4 +1,4 @@
-"""The export of a saved crowd: all agents, one of them, or a merge of them, as PEFT folders or within the base.
+"""The export of a saved crowd: all agents, one of them, or a merge, as PEFT folders, as a GGUF file or within the base.
 
 `compare` scores a merge beside the crowd and its agents, teacher-forced, on the rows of the run's evaluation.
 """
@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 import numpy as np
 import safetensors.torch
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ci_llm.base.gguf import gguf_file
 from ci_llm.base.load import auto_class, load_architecture, load_base, stored_dtype
@@ -23,23 +26,13 @@ from ci_llm.config import Config
 from ci_llm.core.durable import new_folder, write_new
 from ci_llm.core.scores import measures_of
 from ci_llm.crowd.answers import Calibration
-from ci_llm.crowd.card import (
-    ADAPTER,
-    MODELFILE,
-    CardFacts,
-    adapter_card,
-    crowd_card,
-    gguf_card,
-    model_card,
-    public_name,
-)
+from ci_llm.crowd.card import ADAPTER, MODELFILE, CardFacts, Kind, adapter_card, crowd_card, public_name
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.distilling import CONTROL, distil
-from ci_llm.crowd.gguf_adapter import write_gguf_adapter
-from ci_llm.crowd.merging import DISTILLED, Adapter, Distillation, Merge, merge_into_base, merged
+from ci_llm.crowd.merging import DISTILLED, Adapter, Distillation, Merge, merge_into_base, merged, settings_of
 from ci_llm.crowd.model import class_names, default_names
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained, require_free, write_crowd
-from ci_llm.crowd.scoring import Scores, score
+from ci_llm.crowd.scoring import score
 from ci_llm.data.batches import in_order, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import tokenizer_files
@@ -49,8 +42,8 @@ from ci_llm.data.units import unit_of, without_end
 from ci_llm.distributed.precision import DTYPES
 from ci_llm.errors import BadInput, CheckpointError, DataError, ModelError
 from ci_llm.lora.heads import how_tokenized, pad_of, require_class
-from ci_llm.lora.layer import LoraSettings
 from ci_llm.lora.passes import distance, tolerance
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import BY_ROWS, measured_as
 
 #: The name of the written folder among the scores.
@@ -64,16 +57,14 @@ class Comparison:
     Attributes:
         rows: how many rows were scored.
         trained_on: whether none, some or all of them were trained on.
-        exact_match: the share of rows whose whole solution greedy decoding reproduces; for heads of right classes or
-            pairs.
-        nll: nats per target token; for heads the loss of a row.
+        scores: (exact match, NLL): the share of rows whose whole solution greedy decoding reproduces, for heads of
+            right classes or pairs; and nats per target token, for heads the loss of a row.
         objective: what the agents were trained for; see `measured_as`.
     """
 
     rows: int
     trained_on: str
-    exact_match: Mapping[str, float]
-    nll: Mapping[str, float]
+    scores: Mapping[str, tuple[float, float]]
     objective: str = "sft"
 
     def table(self) -> str:
@@ -82,41 +73,30 @@ class Comparison:
         right = words.right if self.objective != "regression" else ""
         width = max(10, len(words.nll) + 2)
         lines = [f"{'':<16}{right:>12}{words.nll:>{width}}"]
-
-        def line(name: str, exact_match: float, nll: float) -> str:
-            return f"{name:<16}{f'{exact_match:.3f}' if right else '':>12}{nll:>{width}.4f}"
-
-        agents = [name for name in self.nll if name.startswith("agent")]
-        for name in self.nll:
-            if name == "crowd":
-                means = (sum(values[k] for k in agents) / len(agents) for values in (self.exact_match, self.nll))
-                lines.append(line("agents, mean", *means))
-            lines.append(line(name, self.exact_match[name], self.nll[name]))
+        agents = [found for name, found in self.scores.items() if name.startswith("agent")]
+        means = tuple(map(fmean, zip(*agents, strict=True)))
+        for name, found in self.scores.items():
+            for title, (exact, nll) in ([("agents, mean", means)] if name == "crowd" else []) + [(name, found)]:
+                lines.append(f"{title:<16}{f'{exact:.3f}' if right else '':>12}{nll:>{width}.4f}")
         but = "" if self.trained_on == "none" else f", of which {self.trained_on} were trained on"
         measured = "whole solutions, teacher-forced" if words.right == "exact match" else "scored by heads"
         lines.append(f"{self.rows} rows of the run's evaluation{but}: {measured}")
-        if CONTROL in self.nll and self.nll[DISTILLED] >= self.nll[CONTROL]:
+        if CONTROL in self.scores and self.scores[DISTILLED][1] >= self.scores[CONTROL][1]:
             lines.append(f"{DISTILLED} is not better than its control, {CONTROL}: it gains nothing from the crowd")
         return "\n".join(lines)
 
     def record(self) -> dict[str, Any]:
         """The scores for scripts."""
-        scores = {name: {"exact_match": self.exact_match[name], "nll": self.nll[name]} for name in self.nll}
+        scores = {name: {"exact_match": exact, "nll": nll} for name, (exact, nll) in self.scores.items()}
         return {"rows": self.rows, "rows_trained_on": self.trained_on, **scores}
-
-    def with_folder(self, found: Scores) -> Comparison:
-        """This comparison with the scores of the written folder, opened by itself, as one more line."""
-        exact, nll = found.exact_match[0], found.mean_nll[0]
-        return replace(self, exact_match={**self.exact_match, FOLDER: exact}, nll={**self.nll, FOLDER: nll})
 
     def about_folder(self, name: str) -> str | None:
         """A line on the folder's scores and their distance from those of adapter `name`; None without scores."""
-        if FOLDER not in self.nll:
+        if FOLDER not in self.scores:
             return None
-        away = self.nll[FOLDER] - self.nll[name]
-        told = f"{FOLDER}: exact match {self.exact_match[FOLDER]:.3f}, NLL {self.nll[FOLDER]:.4f}"
-        but = f", {away:+.4f} beside {name} above" if round(away, 4) else ""
-        return f"{told}, as Transformers opens it{but}"
+        (exact, nll), (_, before) = self.scores[FOLDER], self.scores[name]
+        but = f", {nll - before:+.4f} beside {name} above" if round(nll - before, 4) else ""
+        return f"{FOLDER}: exact match {exact:.3f}, NLL {nll:.4f}, as Transformers opens it{but}"
 
 
 def compare(saved: Pretrained, merges: Mapping[str, Adapter]) -> Comparison:
@@ -131,28 +111,13 @@ def compare(saved: Pretrained, merges: Mapping[str, Adapter]) -> Comparison:
     config = saved.config
     assert config is not None
     rows = _rows(config, saved)
-    found = _score(Crowd.of(saved), rows, config)
-    names = [*saved.names, "crowd"]
-    exact, nll = (dict(zip(names, values, strict=True)) for values in (found.exact_match, found.mean_nll))
+    scores = dict(zip([*saved.names, "crowd"], _scores(Crowd.of(saved), rows, config), strict=True))
     for name, merge in merges.items():
-        alone = Crowd(saved.base.model, settings_of(merge), saved.base.name, saved.base.pad_id)
-        alone.agents.load_agent(0, merge.tensors, name)
-        one = _score(alone, rows, config)
-        exact[name], nll[name] = one.exact_match[0], one.mean_nll[0]
+        alone = Crowd(saved.base.model, settings_of(saved.base.model, [merge]), saved.base.name, saved.base.pad_id)
+        alone.agents[0].load_state_dict(merge.tensors, name)
+        scores[name] = _scores(alone, rows, config)[0]
     objective = BY_ROWS[rows.rows.form.kind] if config.objective == "auto" else measured_as(config)
-    return Comparison(len(rows), rows.rows.trained_on, exact, nll, objective)
-
-
-def settings_of(adapter: Adapter) -> LoraSettings:
-    """A crowd of this one agent."""
-    config = adapter.config
-    return LoraSettings(
-        num_agents=1,
-        rank=adapter.rank,
-        alpha=config["lora_alpha"],
-        use_rslora=config["use_rslora"],
-        target_modules=tuple(adapter.modules),
-    )
+    return Comparison(len(rows), rows.rows.trained_on, scores, objective)
 
 
 def _rows(config: Config, saved: Pretrained) -> TokenizedRows:
@@ -162,7 +127,6 @@ def _rows(config: Config, saved: Pretrained) -> TokenizedRows:
             rows,
             saved.prompter.tokenizer,
             max_seq_length=config.max_seq_length,
-            long_rows=config.long_rows,
             **how_tokenized(config, saved.base.model.config, saved.prompter.tokenizer),
         )
     except DataError as error:
@@ -170,14 +134,15 @@ def _rows(config: Config, saved: Pretrained) -> TokenizedRows:
         raise DataError(f"no scores: {error.what}", where=error.where, hint=hint) from error
 
 
-def _score(crowd: Crowd, rows: TokenizedRows, config: Config) -> Scores:
+def _scores(crowd: Crowd, rows: TokenizedRows, config: Config) -> list[tuple[float, float]]:
+    """(exact match, NLL) of each agent and of the crowd, whose base is free again afterwards."""
     crowd.choose_route()
     try:
         scores = score(crowd, in_order(rows, 4 * config.batch_size), config.aggregator)
     finally:
         crowd.detach()
     assert scores is not None  # no stop function was given
-    return scores
+    return [*zip(scores.exact_match, scores.mean_nll, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -227,6 +192,8 @@ class Export:
         if (into_base or as_gguf) and self.adapter is None:
             what = "one adapter can be merged into the base or be a GGUF file, and not a crowd"
             raise ModelError(what, where=where, hint="give an agent or a merge")
+        if as_gguf:
+            require_convertible(self.saved.base.model.config)
 
     def write(
         self,
@@ -260,8 +227,9 @@ class Export:
         if self.adapter is None:
             self._write_agents(target, scores)
             return scores
+        of_base = Path(self.gguf_base or "base.gguf").name
         if as_gguf:
-            files = {MODELFILE: f"FROM ./{self._gguf_name}\nADAPTER ./{ADAPTER}\n".encode()}
+            files = {MODELFILE: f"FROM ./{of_base}\nADAPTER ./{ADAPTER}\n".encode()}
         else:
             files = tokenizer_files(self.saved.prompter.tokenizer) | ({} if into_base else _peft_files(self.adapter))
         try:
@@ -272,21 +240,12 @@ class Export:
                     write_gguf_adapter(draft / ADAPTER, self.adapter, self.saved.base.model.config)
                 elif into_base:
                     scores = self._write_whole(draft, self.adapter, scores, dtype)
-                write_new(draft / "README.md", [self._card(scores, into_base, as_gguf).encode()])
+                kind: Kind = "gguf" if as_gguf else "model" if into_base else "adapter"
+                card = adapter_card(self._facts(scores), self.title, self.what, kind, of_base)
+                write_new(draft / "README.md", [card.encode()])
         except OSError as error:
             raise CheckpointError(f"{target.name} cannot be written: {error}", where=str(target)) from error
         return scores
-
-    def _card(self, scores: Comparison | None, into_base: bool, as_gguf: bool) -> str:
-        facts = self._facts(scores)
-        if as_gguf:
-            return gguf_card(facts, self.title, self.what, self._gguf_name)
-        return (model_card if into_base else adapter_card)(facts, self.title, self.what)
-
-    @property
-    def _gguf_name(self) -> str:
-        """The name of the base's file in the cards and the Modelfile."""
-        return Path(self.gguf_base or "base.gguf").name
 
     @property
     def gguf_base(self) -> str | None:
@@ -324,7 +283,8 @@ class Export:
             return scores
         base = load_base(str(draft), next(key for key, value in DTYPES.items() if value == written), device)
         untrained = Crowd(base.model, LoraSettings(num_agents=1, rank=1), base.name, base.pad_id)  # adds zeros
-        return scores.with_folder(_score(untrained, _rows(config, self.saved), config))
+        own = _scores(untrained, _rows(config, self.saved), config)[0]
+        return replace(scores, scores={**scores.scores, FOLDER: own})
 
     def _dense_base(self) -> PreTrainedModel:
         """The base to merge into, in fp32 or fp64, because 16 bits would round a part of the adapter away.
@@ -444,11 +404,18 @@ def prepare(
         return _distilled(saved, merge)
     if merge is not None:
         if merge.method.of_factors and not saved.common_start and count > 1:
-            raise _no_common_start(merge)
+            raise ModelError(
+                "the agents began with different random weights, and so the mean of their A times the mean of their B"
+                " is not the mean of their products",
+                where=f"--merge {merge.name}",
+                hint="--merge cat and --merge svd take the mean of the products B A instead; for a common start, train"
+                " with initialize_adapters_rand=false lora_dropout=0.1, or with init_from=ONE_ADAPTER",
+            )
         adapter = merged(saved.base.model, agents, merge)
-        title = f"{count} LoRA agents merged by `{merge.name}`"
-        what = f"This LoRA adapter of rank {adapter.rank} merges {count} agents: {_details(merge, count)}."
-        return Export(saved, merge.name, adapter, title, what)
+        shares = ", ".join(f"{share:.3g}" for share in merge.shares(count))
+        how = merge.method.does + (f", with the weights {shares}" if merge.weights else "")
+        what = f"This LoRA adapter of rank {adapter.rank} merges {count} agents: {how}."
+        return Export(saved, merge.name, adapter, f"{count} LoRA agents merged by `{merge.name}`", what)
     if agent is None:
         return Export(saved, "crowd", None, "", "")
     name = f"agent{agent}"
@@ -473,26 +440,97 @@ def _distilled(saved: Pretrained, how: Distillation) -> Export:
     return Export(saved, DISTILLED, student, title, what, {CONTROL: control})
 
 
-def _no_common_start(merge: Merge) -> ModelError:
-    return ModelError(
-        "the agents began with different random weights, and so the mean of their A times the mean of their B is not"
-        " the mean of their products",
-        where=f"--merge {merge.name}",
-        hint="--merge cat and --merge svd take the mean of the products B A instead; for a common start, train with"
-        " initialize_adapters_rand=false lora_dropout=0.1, or with init_from=ONE_ADAPTER",
-    )
-
-
-def _details(merge: Merge, count: int) -> str:
-    parts = [merge.method.does]
-    if merge.weights:
-        parts.append("with the weights " + ", ".join(f"{share:.3g}" for share in merge.shares(count)))
-    return ", ".join(parts)
-
-
 def _peft_files(adapter: Adapter) -> dict[str, bytes]:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
     return {
         "adapter_config.json": json.dumps(dict(adapter.config), indent=2).encode(),
         "adapter_model.safetensors": safetensors.torch.save(tensors, {"format": "pt"}),
     }
+
+
+# The form of llama.cpp and Ollama
+
+#: Architectures whose linear layers llama.cpp's converter keeps as they are.
+_AS_THEY_ARE: Final = frozenset(
+    {"cohere", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3", "qwen2", "qwen3", "starcoder2"}
+)
+#: Architectures whose rows of queries and keys the converter reorders, from halves of a head to pairs.
+_IN_PAIRS: Final = frozenset({"granite", "llama", "mistral", "smollm3"})
+#: llama.cpp's names of architectures where they differ from those of Transformers.
+_NAMES: Final = {"cohere": "command-r", "gemma3_text": "gemma3", "mistral": "llama"}
+
+
+def require_convertible(config: PreTrainedConfig) -> str:
+    """llama.cpp's name of the base's architecture. Raises ModelError if its layout of the weights is not known here."""
+    kind: str = config.model_type
+    known = _AS_THEY_ARE | _IN_PAIRS
+    if kind not in known:
+        raise ModelError(
+            f"how llama.cpp orders the weights of {kind!r} is not known",
+            where="--format gguf",
+            hint=f"it is known of {', '.join(sorted(known))}; for others, --into-base writes"
+            " a folder that llama.cpp's convert_hf_to_gguf.py reads",
+        )
+    return _NAMES.get(kind, kind)
+
+
+def write_gguf_adapter(path: Path, adapter: Adapter, config: PreTrainedConfig) -> None:
+    """Write one adapter; its numbers are fp32.
+
+    Args:
+        config: the configuration of the base.
+
+    Raises:
+        ModelError: llama.cpp's layout of the base, or its name of a module, is not known. OSError: the disk refuses.
+    """
+    from gguf import GGUFType, GGUFWriter, Keys
+
+    architecture = require_convertible(config)
+    tensors = _tensors(adapter, config, architecture)
+    writer = GGUFWriter(path, architecture)
+    writer.add_type(GGUFType.ADAPTER)
+    writer.add_string(Keys.Adapter.TYPE, "lora")
+    writer.add_float32(Keys.Adapter.LORA_ALPHA, float(adapter.config["lora_alpha"]))
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()
+
+
+def _tensors(adapter: Adapter, config: PreTrainedConfig, architecture: str) -> dict[str, np.ndarray]:
+    """The tensors by llama.cpp's names; as it scales by alpha / rank, B takes up PEFT's factor of rsLoRA."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    known = {name: key for key, name in MODEL_ARCH_NAMES.items()}
+    names = get_tensor_name_map(known[architecture], config.num_hidden_layers)
+    heads = config.num_attention_heads
+    in_pairs = {} if config.model_type not in _IN_PAIRS else {"q": heads, "k": config.num_key_value_heads or heads}
+    found: dict[str, np.ndarray] = {}
+    for module in adapter.modules:
+        name = names.get_name(module)
+        if name is None:
+            raise ModelError(
+                f"llama.cpp has no tensor for {module}",
+                where=f"--format gguf, {architecture}",
+                hint="train agents on the projections of attention and feed-forward: lora_target_modules=all-linear",
+            )
+        lower, upper = (factor.float() for factor in adapter.factors(module))
+        if adapter.config.get("use_rslora"):
+            upper = upper * lower.shape[0] ** 0.5
+        if kind := re.search(r"\.attn_([qk])$", name):
+            upper = _paired(upper, in_pairs.get(kind[1]))
+        for half, tensor in (("a", lower), ("b", upper)):
+            found[f"{name}.weight.lora_{half}"] = tensor.contiguous().cpu().numpy()
+    return found
+
+
+def _paired(rows: Tensor, heads: int | None) -> Tensor:
+    """Rows with each head reordered from [first half, second half] to [pair, pair, ...]; unchanged without `heads`."""
+    if heads is None:
+        return rows
+    pairs: Tensor = rows.unflatten(0, (heads, 2, -1)).transpose(1, 2)
+    return pairs.flatten(0, 2)

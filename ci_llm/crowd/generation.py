@@ -24,6 +24,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ci_llm.crowd.aggregators import aggregate, find_vote, is_mean
@@ -33,7 +34,7 @@ from ci_llm.crowd.decoder import Decoder, decodes
 from ci_llm.crowd.decoding import Decoding, Generated, Request, TokenIds, free_positions, generate_key, vote_key
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.padded import as_in_generation, is_padding_invariant, write_batch
-from ci_llm.data.batches import pack
+from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompter
 from ci_llm.errors import BadInput
@@ -407,18 +408,28 @@ def read_texts(
 ) -> list[list[TokenUncertainty]]:
     """How sure the crowd is of every token of given texts after one prompt, by one pass over all texts."""
     distinct = list(dict.fromkeys(map(tuple, texts)))  # agents often write the same
-    batch = pack([continuation(prompt, text) for text in distinct], range(len(distinct))).to(crowd.device)
-    with as_in_generation(crowd):
-        states = crowd.states(batch)[:, batch.predict_from]
+    batch = pack([continuation(prompt, text) for text in distinct], range(len(distinct)))
     numbers = []
-    for chunk in crowd.head.chunks(batch.num_targets, crowd.num_agents):
-        finite, learned = without_nan(crowd.head.logits(states[:, chunk]), crowd.learned)
-        log_probs = finite.log_softmax(-1)
-        mixture = aggregate(log_probs, aggregator, learned)
-        numbers.append(token_uncertainty(log_probs, mixture, batch.targets[chunk], is_mean=is_mean(aggregator)))
+    with as_in_generation(crowd):
+        for found, targets in targets_of(crowd, [batch]):
+            log_probs, learned = without_nan(found, crowd.learned)
+            mixture = aggregate(log_probs, aggregator, learned)
+            numbers.append(token_uncertainty(log_probs, mixture, targets, is_mean=is_mean(aggregator)))
     tokens = iter(tokens_of(torch.cat(numbers, dim=1)))
     read = {text: [next(tokens) for _ in text] for text in distinct}
     return [read[tuple(text)] for text in texts]
+
+
+def targets_of(crowd: CrowdModel, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the agents' log-probabilities [K, S', V] and the targets [S'], in parts that fit into memory.
+
+    Args:
+        crowd: in evaluation mode.
+    """
+    for batch in (batch.to(crowd.device) for batch in batches):
+        states = crowd.states(batch)[:, batch.predict_from]
+        for chunk in crowd.head.chunks(batch.num_targets, crowd.num_agents):
+            yield crowd.head.logits(states[:, chunk]).log_softmax(-1), batch.targets[chunk]
 
 
 def continuation(prompt: TokenIds, text: TokenIds) -> Example:

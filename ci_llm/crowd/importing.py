@@ -28,16 +28,16 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.base.load import load_base
-from ci_llm.base.targets import peft_targets
 from ci_llm.checkpoints.layout import FINAL
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import CONFIG, META_FILE
+from ci_llm.crowd.merging import Adapter, settings_of
 from ci_llm.crowd.pretrained import listed_files, require_free, write_crowd
 from ci_llm.data.encoder import chat_template
 from ci_llm.data.prompts import Prompter, tokenizer_files
 from ci_llm.errors import CiLlmError, ForeignCheckpoint, ModelError, first_line
 from ci_llm.lora.heads import SCORE
-from ci_llm.lora.layer import AgentLora, LoraSettings
+from ci_llm.lora.settings import AgentLora
 
 
 def load_initial_adapters(crowd: Crowd, folder: Path) -> str:
@@ -59,9 +59,9 @@ def load_initial_adapters(crowd: Crowd, folder: Path) -> str:
         )
     for k in range(crowd.num_agents):
         adapter = adapters[k % len(adapters)]
-        _check_scale(crowd.agents.each[k], adapter)
-        drawn = {name: tensor for name, tensor in crowd.agents.agent_tensors(k).items() if name == SCORE}
-        crowd.agents.load_agent(k, drawn | dict(adapter.tensors), str(adapter.source))
+        _check_scale(crowd.agents[k].settings, adapter)
+        drawn = {name: tensor for name, tensor in crowd.agents[k].state_dict().items() if name == SCORE}
+        crowd.agents[k].load_state_dict(drawn | dict(adapter.tensors), str(adapter.source))
     crowd.common_start = len(adapters) == 1
     every = "one adapter for every agent" if len(adapters) == 1 else "one adapter for each agent"
     return f"starting from {folder}: {every}"
@@ -83,12 +83,12 @@ def find_reference(crowd: Crowd, folder: Path, known: str) -> None:
     Raises:
         CiLlmError: the adapters are missing, or are other ones.
     """
-    own, common = crowd.agents.weights.clone(), crowd.common_start
+    own, common = crowd.storage.weights.clone(), crowd.common_start
     try:
         load_initial_adapters(crowd, folder)
-        crowd.start = crowd.agents.weights.clone()
+        crowd.start = crowd.storage.weights.clone()
     finally:
-        crowd.agents.weights.copy_(own)
+        crowd.storage.weights.copy_(own)
         crowd.common_start = common
     if known != fingerprint_of_start(crowd)["start"]:
         raise ForeignCheckpoint(
@@ -109,9 +109,10 @@ def require_distinct_agents(crowd: Crowd, where: str, training: Sequence[Hashabl
     Raises:
         ModelError: some agents would stay equal to the last bit.
     """
-    raw = (row.detach().cpu().contiguous().view(torch.uint8).numpy() for row in crowd.agents.weights)
+    raw = (row.detach().cpu().contiguous().view(torch.uint8).numpy() for row in crowd.storage.weights)
     digests = map(xxhash.xxh3_128_digest, raw)
-    drawn = [(agent.seed, agent.index) if agent.dropout or agent.dropconnect else None for agent in crowd.agents.each]
+    each = [agent.settings for agent in crowd.agents]
+    drawn = [(agent.seed, agent.index) if agent.dropout or agent.dropconnect else None for agent in each]
     alike = max(Counter(zip(digests, drawn, training or drawn, strict=True)).values())
     if alike > 1:
         raise ModelError(
@@ -123,7 +124,7 @@ def require_distinct_agents(crowd: Crowd, where: str, training: Sequence[Hashabl
         )
 
 
-def _check_scale(agent: AgentLora, adapter: ExternalAdapter) -> None:
+def _check_scale(agent: AgentLora, adapter: External) -> None:
     there, here = ({"lora_alpha": f"{x.alpha:.12g}", "use_rslora": x.use_rslora} for x in (adapter, agent))
     odd = [f"{key} is {value} there and {here[key]} here" for key, value in there.items() if value != here[key]]
     if odd:
@@ -152,21 +153,11 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
     adapters = [adapter for source in sources for adapter in read_adapters(source)]
     _require_alike(adapters)
     base = load_base(base_model or _base_name(adapters))
-    targets = peft_targets(base.model, adapters[0].modules)
-    settings = LoraSettings(
-        num_agents=len(adapters),
-        rank=adapters[0].rank,
-        alpha=adapters[0].alpha,
-        dropout=adapters[0].dropout,
-        use_rslora=adapters[0].use_rslora,
-        target_modules=tuple(targets["target_modules"]),
-        layers=tuple(targets.get("layers_to_transform", ())) or "all",
-    )
-    crowd = Crowd(base.model, settings, base.name, base.pad_id)
+    crowd = Crowd(base.model, settings_of(base.model, adapters), base.name, base.pad_id)
     own = _tokenizer(adapters, base.tokenizer)
     crowd.prompter = Prompter(own or base.tokenizer, adapters[0].prompts)
     for k, adapter in enumerate(adapters):
-        crowd.agents.load_agent(k, adapter.tensors, str(adapter.source))
+        crowd.agents[k].load_state_dict(adapter.tensors, str(adapter.source))
     write_crowd(
         target,
         crowd.adapter_files(),
@@ -177,16 +168,12 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
     return crowd
 
 
-def _require_alike(adapters: Sequence[ExternalAdapter]) -> None:
+def _require_alike(adapters: Sequence[External]) -> None:
     first = adapters[0]
     for adapter in adapters[1:]:
-        odd = [
-            f"{name} {getattr(first, name)} and {getattr(adapter, name)}"
-            for name in ("rank", "alpha", "use_rslora")
-            if getattr(first, name) != getattr(adapter, name)
-        ]
-        if adapter.modules != first.modules:
-            odd.append(f"adapted modules ({len(first.modules)} and {len(adapter.modules)})")
+        pairs = {name: (getattr(first, name), getattr(adapter, name)) for name in ("rank", "alpha", "use_rslora")}
+        odd = [f"{name} {one} and {other}" for name, (one, other) in pairs.items() if one != other]
+        odd += ["adapted modules"] if {*adapter.modules} != {*first.modules} else []
         if odd:
             raise ModelError(
                 f"adapters that are imported together have the same shape, and these two differ in {', '.join(odd)}",
@@ -195,7 +182,7 @@ def _require_alike(adapters: Sequence[ExternalAdapter]) -> None:
             )
 
 
-def _tokenizer(adapters: Sequence[ExternalAdapter], of_base: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
+def _tokenizer(adapters: Sequence[External], of_base: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside the adapters, with the chat template of their training; None if there is none."""
     found = {folder: _read_tokenizer(folder) for folder in dict.fromkeys(adapter.source for adapter in adapters)}
     (first, own), *others = found.items()
@@ -224,8 +211,8 @@ def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
-def _base_name(adapters: Sequence[ExternalAdapter]) -> str:
-    names = sorted({adapter.base_name for adapter in adapters if adapter.base_name})
+def _base_name(adapters: Sequence[External]) -> str:
+    names = sorted({str(name) for adapter in adapters if (name := adapter.config.get("base_model_name_or_path"))})
     if len(names) == 1:
         return names[0]
     raise ModelError(
@@ -271,36 +258,19 @@ _HEADS = {"score", "classifier"}
 
 
 @dataclass(frozen=True)
-class ExternalAdapter:
-    """One adapter, in the form of PEFT's files.
+class External(Adapter):
+    """An adapter that was read from a folder, with its head if it has one.
 
     Attributes:
-        source: the folder it was read from.
-        tensors: `base_model.model.<module>.lora_<A|B>.weight` -> A [r, in] or B [out, r]; and the head, if it has one.
-        rank: r.
-        alpha: `lora_alpha`.
-        dropout: `lora_dropout`.
-        use_rslora: whether the scale is alpha / √r.
-        base_name: the base that the adapter names; None if it does not name one.
+        source: the folder.
         prompts: the form of prompts in its training, as far as it is known.
     """
 
     source: Path
-    tensors: Mapping[str, Tensor]
-    rank: int
-    alpha: float
-    dropout: float
-    use_rslora: bool
-    base_name: str | None
-    prompts: Literal["chat", "text"]
-
-    @property
-    def modules(self) -> frozenset[str]:
-        """Names of the adapted modules of the base."""
-        return frozenset(match["module"] for match in map(_TENSOR.fullmatch, self.tensors) if match)
+    prompts: Literal["chat", "text"] = "chat"
 
 
-def read_adapters(source: Path) -> list[ExternalAdapter]:
+def read_adapters(source: Path) -> list[External]:
     """Every adapter of a folder, in the order of its agents; of a committed folder the verified files alone.
 
     Raises:
@@ -318,7 +288,7 @@ def read_adapters(source: Path) -> list[ExternalAdapter]:
         return [replace(adapter, source=source / adapter.source.relative_to(place)) for adapter in found]
 
 
-def _read_adapters(source: Path) -> list[ExternalAdapter]:
+def _read_adapters(source: Path) -> list[External]:
     folders = [source] if (source / CONFIG).is_file() else _numbered(source)
     if not folders and (source / META_FILE).is_file():
         return _read_original(source)
@@ -342,7 +312,7 @@ def _numbered(source: Path) -> list[Path]:
     return [source / f"agent{k}" for k in range(len(numbers))]
 
 
-def _read_peft(folder: Path) -> ExternalAdapter:
+def _read_peft(folder: Path) -> External:
     config = _read_json(folder / CONFIG)
     if {*(config.get("modules_to_save") or ())} <= _HEADS:
         config = {**config, "modules_to_save": None}
@@ -360,7 +330,7 @@ def _read_peft(folder: Path) -> ExternalAdapter:
     if file is None:
         raise ModelError("the adapter has no weights", where=str(folder), hint="copy adapter_model.safetensors here")
     tensors = _read_tensors(file)
-    adapter = _adapter(config, folder, tensors, config.get("base_model_name_or_path"), "chat")
+    adapter = _external(config, tensors, folder, "chat")
     other = sorted(name for name in tensors if name != SCORE and not _TENSOR.fullmatch(name))
     if other:
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
@@ -372,7 +342,7 @@ def _read_peft(folder: Path) -> ExternalAdapter:
     return adapter
 
 
-def _read_original(source: Path) -> list[ExternalAdapter]:
+def _read_original(source: Path) -> list[External]:
     meta = _read_json(source / META_FILE)
     count = meta.get("K_agents")
     if not isinstance(count, int) or count < 1:
@@ -381,6 +351,7 @@ def _read_original(source: Path) -> list[ExternalAdapter]:
         )
     files = [source / f"agent{k}_weights.pth" for k in range(count)]
     missing = [file.name for file in files if not file.is_file()]
+    plain = {key: value for key, value in meta.items() if key != "base_model_name_or_path"}  # a name of that machine
     if not missing:
         agents = [{n: t for n, t in _read_tensors(file).items() if not _LEAKED.fullmatch(n)} for file in files]
     elif len(missing) == count and (source / WHOLE_MODEL).is_file():
@@ -391,7 +362,7 @@ def _read_original(source: Path) -> list[ExternalAdapter]:
             where=str(source),
             hint=f"copy them, or the {WHOLE_MODEL} that Accelerate saved, into this folder",
         )
-    return [_adapter(meta, source, tensors, None, "text") for tensors in agents]
+    return [_external(plain, tensors, source, "text") for tensors in agents]
 
 
 def _agents_of(file: Path, count: int) -> list[dict[str, Tensor]]:
@@ -413,29 +384,17 @@ def _peft_name(match: re.Match[str]) -> str:
     return f"base_model.model.{match['module']}.lora_{match['side']}.weight"
 
 
-def _adapter(
-    config: Mapping[str, Any],
-    source: Path,
-    tensors: Mapping[str, Tensor],
-    base_name: str | None,
-    prompts: Literal["chat", "text"],
-) -> ExternalAdapter:
+def _external(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Path, prompts: Literal["chat", "text"]
+) -> External:
+    found = External(config, tensors, source, prompts)
     try:
-        adapter = ExternalAdapter(
-            source,
-            tensors,
-            rank=int(config["r"]),
-            alpha=float(config["lora_alpha"]),
-            dropout=float(config.get("lora_dropout") or 0.0),
-            use_rslora=bool(config.get("use_rslora", False)),
-            base_name=base_name,
-            prompts=prompts,
-        )
+        _ = found.rank, found.alpha, found.dropout
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"the adapter's settings cannot be read: {error!r}", where=str(source), hint=_WHOLE) from error
-    if not adapter.modules:
+    if not found.modules:
         raise ModelError("there is no LoRA tensor in it", where=str(source), hint=_WHOLE)
-    return adapter
+    return found
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:

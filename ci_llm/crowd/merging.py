@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from ci_llm.lora.settings import LoraSettings
+
 
 @dataclass(frozen=True)
 class Method:
@@ -170,10 +172,21 @@ class Adapter:
         return int(self.config["r"])
 
     @property
+    def alpha(self) -> float:
+        return float(self.config["lora_alpha"])
+
+    @property
+    def dropout(self) -> float:
+        return float(self.config.get("lora_dropout") or 0.0)
+
+    @property
+    def use_rslora(self) -> bool:
+        return bool(self.config.get("use_rslora"))
+
+    @property
     def scaling(self) -> float:
         """The factor of the product B A."""
-        alpha: float = self.config["lora_alpha"]
-        return alpha / (math.sqrt(self.rank) if self.config.get("use_rslora") else self.rank)
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
     @property
     def modules(self) -> list[str]:
@@ -184,6 +197,23 @@ class Adapter:
     def factors(self, module: str) -> tuple[Tensor, Tensor]:
         """A [r, in] and B [out, r] of a module."""
         return self.tensors[_A.format(module)], self.tensors[_B.format(module)]
+
+
+def settings_of(base: PreTrainedModel, agents: Sequence[Adapter]) -> LoraSettings:
+    """The settings of a crowd of these agents, which have one shape."""
+    from ci_llm.base.targets import peft_targets
+    from ci_llm.lora.settings import LoraSettings
+
+    targets, first = peft_targets(base, agents[0].modules), agents[0]
+    return LoraSettings(
+        num_agents=len(agents),
+        rank=first.rank,
+        alpha=first.alpha,
+        dropout=first.dropout,
+        use_rslora=first.use_rslora,
+        target_modules=tuple(targets["target_modules"]),
+        layers=tuple(targets.get("layers_to_transform", ())) or "all",
+    )
 
 
 def merged(base: PreTrainedModel, agents: Sequence[Adapter], merge: Merge) -> Adapter:

@@ -11,8 +11,8 @@ Legend: K agents, N packed tokens, S targets, D hidden width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, Self, overload
 
 import numpy as np
@@ -20,21 +20,24 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ci_llm.agents.agent import Agent
+from ci_llm.agents.as_peft import adapter_config
+from ci_llm.agents.storage import AgentStorage, attach
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.base.targets import layer_list, layer_numbers
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration
-from ci_llm.data.batches import AgentBatches, Batch, pack
+from ci_llm.data.batches import Batch, MicroBatch, Owned, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.units import unit_of
 from ci_llm.distributed.precision import DTYPES
 from ci_llm.errors import ModelError
 from ci_llm.lora import kernels, passes
-from ci_llm.lora.adapters import adapter_config, attach
 from ci_llm.lora.attention import Way, choose_way, name_of
-from ci_llm.lora.layer import NOBODY, LoraSettings, compute_dtype
 from ci_llm.lora.packed import Packed
+from ci_llm.lora.reading import NOBODY, compute_dtype
+from ci_llm.lora.settings import LoraSettings
 
 Route = Literal["packed", "padded"]
 
@@ -101,7 +104,7 @@ def choose_route(crowd: CrowdModel) -> str | None:
 @contextmanager
 def _random_agents(crowd: CrowdModel) -> Iterator[None]:
     """Give the agents random weights inside: with B = 0 a mix-up of adapters would change nothing."""
-    weights = crowd.agents.weights
+    weights = crowd.storage.weights
     kept, generator = weights.clone(), torch.Generator().manual_seed(0)
     weights.copy_(torch.randn(kept.shape, generator=generator) * TRIAL_STD)
     try:
@@ -158,39 +161,35 @@ def _probe(model: PreTrainedModel, device: torch.device) -> Batch:
 
 @dataclass
 class CrowdOutput:
-    """The result of one fused pass.
+    """What n agents compute for one batch.
 
     Attributes:
-        log_probs: [K, S] log-probability of every target under every agent, in nats; fp32, or fp64 on an fp64 base.
-        states: [K, N, D] final hidden states, in packed order.
-        values: [K, R, n] what the agents' heads compute for each row, if they have heads and the rows have labels;
-            `log_probs` then is [K, 0].
+        agents: the places of these agents; empty for the base alone, which then is the one row of each tensor.
+        batch: the rows.
+        log_probs: [n, S] log-probability of every target under every agent, in nats; fp32, or fp64 on an fp64 base.
+        states: [n, N, D] final hidden states, in packed order.
+        values: [n, R, outputs] what the agents' heads compute for each row, if they have heads and the rows have
+            labels; `log_probs` then is [n, 0].
     """
 
+    agents: tuple[int, ...]
+    batch: Batch
     log_probs: Tensor
     states: Tensor
     values: Tensor | None = None
 
     @property
     def loss(self) -> Tensor:
-        """The sum [] over agents of the mean cross-entropy, whose K terms K separate runs would minimise."""
+        """The sum [] over agents of the mean cross-entropy, whose terms separate runs would minimise."""
         return -self.log_probs.mean(1).sum()
 
 
 @dataclass
-class AgentOutputs:
-    """The result of one fused pass over each agent's own rows.
+class _Shared:
+    """What the passes over one micro-batch share: the cast head, and what the base alone says of each batch."""
 
-    Attributes:
-        each: per agent an output with K = 1; None for an agent without a row in the micro-batch.
-    """
-
-    each: tuple[CrowdOutput | None, ...]
-
-    @property
-    def loss(self) -> Tensor:
-        """The sum [] over agents of the mean cross-entropy of their rows."""
-        return torch.stack([output.loss for output in self.each if output is not None]).sum()
+    head: passes.Head | None = None
+    references: dict[int, Tensor] = field(default_factory=dict)
 
 
 class CrowdModel(nn.Module):
@@ -204,13 +203,14 @@ class CrowdModel(nn.Module):
         self.learned: Learned | None = None
         self._packed: Packed | None = None
         self.common_start = not settings.initialize_adapters_rand
-        self.agents = attach(model, settings)
+        self.storage: AgentStorage = attach(model, settings)
+        self._shared: _Shared | None = None
         self.fast: tuple[str, ...] = ()
-        numbers = layer_numbers(model, self.agents.layers).values()
+        numbers = layer_numbers(model, self.storage.layers).values()
         first = layer_list(model)[1][min(numbers)] if numbers else model
         self._kinds = {type(module) for module in first.modules()}
-        self.names = default_names(settings.num_agents)
-        self.heads = self.agents.heads
+        self._is_base_alone = False
+        self.heads = self.storage.heads
         self.classes: tuple[str, ...] = ()
         self.reads_pairs = False
         self.shares_prompts = False
@@ -226,7 +226,7 @@ class CrowdModel(nn.Module):
 
     def detach(self) -> PreTrainedModel:
         """Restore the base's own layers and attention, and return it. The crowd cannot be used afterwards."""
-        for name, layer in self.agents.layers.items():
+        for name, layer in self.storage.layers.items():
             self.model.set_submodule(name, layer.base_layer)
         self.compute_fast(())
         self._head_rows.remove()
@@ -260,14 +260,30 @@ class CrowdModel(nn.Module):
 
     @property
     def num_agents(self) -> int:
-        return 1 if self.agents.reading.agent == NOBODY else self.settings.num_agents
+        return self.settings.num_agents if self.storage.reading.agents else 1
+
+    @property
+    def agents(self) -> list[Agent]:
+        """The agents, in the order of the storage."""
+        return self.storage.agents
+
+    @property
+    def names(self) -> list[str]:
+        """The agents' folders in a checkpoint; empty for a base alone."""
+        return [] if self._is_base_alone else [agent.name for agent in self.agents]
+
+    @names.setter
+    def names(self, names: Sequence[str]) -> None:
+        self._is_base_alone = not names
+        for agent, name in zip(self.agents, names, strict=False):
+            agent.name = name
 
     def keep_agents(self, settings: LoraSettings, kept: Sequence[int], names: Sequence[str]) -> None:
         """Continue with the agents at these places; see `AgentStorage.of_agents`."""
-        self.agents = self.agents.of_agents(settings, kept)
-        self.settings, self.names, self.heads = settings, [*names], self.agents.heads
+        self.storage = self.storage.of_agents(settings, kept)
+        self.settings, self.names, self.heads = settings, [*names], self.storage.heads
         if self.start is not None:
-            self.start = self.start[[*kept], : self.agents.weights.shape[1]]
+            self.start = self.start[[*kept], : self.storage.weights.shape[1]]
 
     @property
     def head(self) -> passes.Head:
@@ -275,7 +291,7 @@ class CrowdModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.agents.weights.device
+        return self.storage.weights.device
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CrowdModel:
         if stored_quantization(self.model.config) and fn(torch.zeros(1)).dtype != torch.float32:
@@ -285,80 +301,105 @@ class CrowdModel(nn.Module):
                 hint="load it with load_base(..., model_dtype=...), or move it to a device only",
             )
         super()._apply(fn, recurse)
-        self.agents.restack()  # .to() moves every parameter separately; make them views of one storage again
+        self.storage.restack()  # .to() moves every parameter separately; make them views of one storage again
         return self
 
     @overload
-    def forward(self, batch: Batch) -> CrowdOutput: ...
+    def forward(self, rows: Batch) -> CrowdOutput: ...
     @overload
-    def forward(self, batch: AgentBatches) -> AgentOutputs: ...
-    def forward(self, batch: Batch | AgentBatches) -> CrowdOutput | AgentOutputs:
-        """Run one fused pass over the rows of `batch`, which all agents read, or over each agent's own rows."""
+    def forward(self, rows: MicroBatch) -> list[CrowdOutput]: ...
+    def forward(self, rows: Batch | MicroBatch) -> CrowdOutput | list[CrowdOutput]:
+        """Run one pass over a batch that all agents read, or over a micro-batch: an output for each of its batches."""
         if self.training:
-            self.agents.drawn.draw_masks_of_pass()
-        if isinstance(batch, Batch):
-            return self._output(self.states(batch), batch, self.agents.reading.agent or 0)
-        found = enumerate(zip(self._passes.states_of_each(batch), batch.each, strict=True))
-        return AgentOutputs(tuple(None if own is None else self._output(states, own, k) for k, (states, own) in found))
+            self.storage.drawn.draw_masks_of_pass()
+        if isinstance(rows, Batch):
+            return self._output(self.storage.reading.agents, rows, self.states(rows))
+        states = self._passes.states(rows)
+        return [self._output(*own, each) for own, each in zip(rows, states, strict=True)]
 
-    def parts(self, batch: Batch | AgentBatches) -> list[passes.Part]:
-        """The passes that a micro-batch takes: one for all agents, or one for each (`agents.pass_per_agent`).
+    def for_all(self, batch: Batch) -> MicroBatch:
+        """The micro-batch in which all agents that read now read this batch."""
+        return [Owned(self.storage.reading.agents, batch)]
 
-        For each part, call the crowd with its `rows` and run the backward pass, both inside its `reading()`.
+    def parts(self, rows: MicroBatch) -> Iterator[MicroBatch]:
+        """Yield the passes that a micro-batch takes: itself, or one for each agent (`storage.pass_per_agent`).
+
+        Agents with padded rows of their own always take a pass each. For each pass call the crowd, and run the
+        backward pass, before the next one.
         """
-        return self._passes.parts(batch)
+        if not self.storage.pass_per_agent and (self.is_packed or len(rows) == 1):
+            yield rows
+            return
+        each = [Owned((k,), own.batch) for own in rows for k in own.agents]
+        self._shared = _Shared()
+        try:
+            for own in sorted(each, key=lambda own: own.agents):
+                yield [own]
+        finally:
+            self._shared = None
 
-    def _output(self, states: Tensor, batch: Batch, first: int) -> CrowdOutput:
-        """The output of agents `first`, `first + 1`, ... for their states [k, N, D]."""
+    def _output(self, agents: tuple[int, ...], batch: Batch, states: Tensor) -> CrowdOutput:
+        """The output of n agents for their states [n, N, D]."""
         if self.settings.outputs and batch.labels is not None:
-            values = self.agents.values(states[:, batch.last_tokens], first)
-            return CrowdOutput(states[:, :0, 0].float(), states, values)
-        head = self._passes.cast_head(states)
-        return CrowdOutput(self._log_probs(states, batch, head), states)
+            values = self.storage.values(states[:, batch.last_tokens], agents)
+            return CrowdOutput(agents, batch, states[:, :0, 0].float(), states, values)
+        return CrowdOutput(agents, batch, self._log_probs(states, batch, self._cast_head(states)), states)
+
+    def _cast_head(self, states: Tensor) -> passes.Head:
+        """The head of the base for these states, which the passes of single agents cast once for all."""
+        shared = self._shared
+        if shared is None:
+            return self.head
+        if shared.head is None:
+            shared.head = self.head.to(compute_dtype(states))
+        return shared.head
 
     def _log_probs(self, states: Tensor, batch: Batch, head: passes.Head) -> Tensor:
         of_chunk = kernels.fast_chunk if "head" in self.fast else passes.plain_chunk
         return passes.target_log_probs(states[:, batch.predict_from], batch.targets, head, of_chunk)
 
     @torch.no_grad()
-    def reference(self, batch: Batch, agent: int | None = None) -> Tensor:
-        """The reference log-probability of every target, with which the agents are compared.
+    def reference(self, agents: tuple[int, ...], batch: Batch) -> Tensor:
+        """The reference log-probability of every target, with which agents are compared.
 
         Returns:
-            [1, S] under the base without agents, computed once for the passes of all agents. If agents are compared
-            with their `start`: [K, S] under the start of each, or [1, S] of the only agent.
+            [1, S] under the base without agents, computed once for the passes of all agents; or, if agents are compared
+            with their `start`, [n, S] under the start of each of these n agents.
         """
         if self.start is not None:
-            return self._under_start(self.start, batch, agent)
-        shared = self.agents.reading.shared
-        if shared is not None and shared.same_rows and shared.reference is not None:
-            return shared.reference
-        with self.agents.reading.of(NOBODY):
-            found = self._log_probs(self.states(batch), batch, self.head)
-        if shared is not None:
-            shared.reference = found
-        return found
+            return self._under_start(self.start, agents, batch)
+        known: dict[int, Tensor] = {} if self._shared is None else self._shared.references
+        if id(batch) not in known:
+            known[id(batch)] = self._log_probs(self._states((), batch), batch, self.head)
+        return known[id(batch)]
 
-    def _under_start(self, start: Tensor, batch: Batch, agent: int | None) -> Tensor:
+    def _under_start(self, start: Tensor, agents: tuple[int, ...], batch: Batch) -> Tensor:
         """`reference` under the weights with which agents began, without dropout."""
-        weights = self.agents.weights.data  # so that autograd does not see the change
+        weights = self.storage.weights.data  # so that autograd does not see the change
         own = weights.clone()
         try:
             weights.copy_(start)
-            with self.evaluating(), self.agents.reading.of(self.agents.reading.agent if agent is None else agent):
-                return self._log_probs(self.states(batch), batch, self.head)
+            with self.evaluating():
+                return self._log_probs(self._states(agents, batch), batch, self.head)
         finally:
             weights.copy_(own)
 
     def states(self, batch: Batch) -> Tensor:
-        """Final hidden states [K, N, D] of every agent, in packed order on either route."""
-        return self._passes.states(batch)
+        """Final hidden states [n, N, D] of the n agents that read now, in packed order on either route."""
+        agents = self.storage.reading.agents
+        if self.storage.pass_per_agent and len(agents) > 1:
+            return torch.cat([self._states((k,), batch) for k in agents])
+        return self._states(agents, batch)
+
+    def _states(self, agents: tuple[int, ...], batch: Batch) -> Tensor:
+        return self._passes.states([Owned(agents, batch)])[0]
 
     @property
     def _passes(self) -> passes.Passes:
         return passes.Passes(
             self.model,
-            self.agents,
+            self.storage.reading,
+            self.storage.ready,
             self.pad_id,
             self.is_packed,
             own_precision="precision" in self.fast,
@@ -371,7 +412,7 @@ class CrowdModel(nn.Module):
 
         A trial must have approved them; see `ci_llm/run/one_layer.py`.
         """
-        kernels.take(self.model, self.agents, parts, self._kinds)
+        kernels.take(self.model, self.storage.layers.values(), parts, self._kinds)
         self.fast = tuple(parts)
 
     @contextmanager
@@ -388,11 +429,11 @@ class CrowdModel(nn.Module):
 
     def gradient_checkpointing_enable(self) -> None:
         """Switch activation checkpointing of the base's layers on."""
-        passes.recompute_layers(self.model, self.agents)
+        passes.recompute_layers(self.model, self.storage.reading)
 
     def packed(self, dtype: torch.dtype, *, by_onednn: bool) -> Packed:
         """The frozen weights for the products of a decoder, kept until the crowd trains."""
-        layers, head = self.agents.layers.values(), self.head
+        layers, head = self.storage.layers.values(), self.head
         if self._packed is None or not self._packed.is_of(layers, head, dtype):
             self._packed = None  # its memory is free before the next one takes its own
             self._packed = Packed.of(layers, head, dtype, by_onednn=by_onednn)
@@ -417,22 +458,31 @@ class CrowdModel(nn.Module):
                 self.train()
 
     @contextmanager
-    def active_agent(self, agent: int) -> Iterator[PreTrainedModel]:
-        """Yield the plain model with its own attention, and with the adapter of `agent` active for every row."""
+    def active_agent(self, agent: int | None) -> Iterator[PreTrainedModel]:
+        """Yield the plain model with its own attention, and with the adapter of `agent` active for every row.
+
+        Args:
+            agent: its place; None for those that read now, in equal parts.
+        """
         config, route_attention = self.model.config, self.model.config._attn_implementation
         config._attn_implementation = self._native_attention
         try:
-            with self.agents.reading.of(agent):
+            with self.read_by(agent):
                 yield self.model
         finally:
             config._attn_implementation = route_attention
+
+    def read_by(self, who: int | None) -> AbstractContextManager[None]:
+        """Let this agent, or the base alone (`NOBODY`), read all rows inside; None: those that read now."""
+        reading = self.storage.reading
+        return reading.of(reading.agents if who is None else () if who == NOBODY else (who,))
 
     @contextmanager
     def without_agents(self) -> Iterator[None]:
         """Make the crowd act as its base alone inside: a crowd of one agent that adapts nothing."""
         learned, self.learned = self.learned, None
         try:
-            with self.agents.reading.of(NOBODY):
+            with self.read_by(NOBODY):
                 yield
         finally:
             self.learned = learned
@@ -459,7 +509,9 @@ class CrowdModel(nn.Module):
             self.shares_prompts = True
             try:
                 found = self.states(batch)
-                alike = replace(self._passes, fast_attention=not self._passes.fast_attention).states(batch)
+                alike = replace(self._passes, fast_attention=not self._passes.fast_attention).states(
+                    self.for_all(batch)
+                )[0]
             except Exception as error:  # noqa: BLE001 - families raise errors of every kind for packed rows
                 reason: str | None = passes.describe_error(error)
             else:
@@ -475,7 +527,7 @@ class CrowdModel(nn.Module):
         Args:
             fingerprint: the fingerprint of the base, see `fingerprint_of`.
         """
-        sizes, stored = self.agents.sizes, stored_quantization(self.model.config)
+        sizes, stored = self.storage.sizes, stored_quantization(self.model.config)
         return {
             "num_agents": self.num_agents,
             "base_model_name_or_path": self.base_name,
@@ -502,9 +554,9 @@ class CrowdModel(nn.Module):
 
     def adapter_files(self) -> dict[str, Any]:
         """Every agent in PEFT's layout: file names without endings -> tensors or JSON."""
-        kinds = [adapter_config(self.model, self.agents, k, self.base_name) for k in range(len(self.settings.kinds()))]
         files: dict[str, Any] = {}
-        for k, name in enumerate(self.names):
-            files[f"{name}/adapter_model"] = self.agents.agent_tensors(k)
-            files[f"{name}/adapter_config"] = kinds[k % len(kinds)]
+        alike = adapter_config(self.model, self.storage, self.agents[0], self.base_name)
+        for agent, name in zip(self.agents, self.names, strict=False):
+            own = adapter_config(self.model, self.storage, agent, self.base_name) if self.settings.agents else alike
+            files |= {f"{name}/adapter_model": agent.state_dict(), f"{name}/adapter_config": own}
         return files

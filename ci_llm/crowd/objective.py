@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -19,30 +19,57 @@ from torch import Tensor
 
 from ci_llm.core.determinism import derive_seed
 from ci_llm.crowd.diversity import TermInputs, find_form
-from ci_llm.crowd.model import AgentOutputs, CrowdOutput
-from ci_llm.data.batches import AgentBatches, Batch
+from ci_llm.crowd.model import CrowdOutput
+from ci_llm.data.batches import Batch
 from ci_llm.errors import BadInput
 
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The loss of one micro-batch, in nats, summed over its targets.
+    """The loss of agents on their rows of one micro-batch, in nats, summed over targets.
 
     Attributes:
+        agents: the places of these n agents.
+        batch: the rows.
         total: [] the loss for the backward pass.
-        task: [K] the cross-entropy of each agent, for the log.
+        task: [n] the cross-entropy of each agent, for the log.
         diversity: [] the diversity term times S, for the log.
-        targets: [K] how many targets each agent has, if agents have rows of their own; otherwise empty.
-        log_probs: [1, S] the log-probabilities of the only agent of a pass, detached; None in a pass of all agents.
-        metrics: [K, M, 2] sum and count of each of the objective's `metric_names`; None if it has none.
+        targets: [n] how many targets each agent has.
+        log_probs: [n, S] the log-probabilities, detached, from which agents with passes of their own are compared.
+        metrics: [n, M, 2] sum and count of each of the objective's `metric_names`; None if it has none.
     """
 
+    agents: tuple[int, ...]
+    batch: Batch
     total: Tensor
     task: Tensor
     diversity: Tensor
-    targets: tuple[int, ...] = ()
+    targets: tuple[int, ...]
     log_probs: Tensor | None = None
     metrics: Tensor | None = None
+
+
+def of_all(losses: Sequence[StepLoss], num_agents: int) -> StepLoss:
+    """The losses of a micro-batch as one, of all K agents; an agent without rows has none."""
+    first = losses[0]
+    if len(losses) == 1 and len(first.agents) == num_agents:
+        return first
+    tasks, targets = [first.task.new_zeros(1)] * num_agents, [0] * num_agents
+    metrics = None if first.metrics is None else [torch.zeros_like(first.metrics[:1])] * num_agents
+    for own in losses:
+        for place, agent in enumerate(own.agents):
+            tasks[agent], targets[agent] = own.task[place : place + 1], own.targets[place]
+            if metrics is not None and own.metrics is not None:
+                metrics[agent] = own.metrics[place : place + 1]
+    return StepLoss(
+        tuple(range(num_agents)),
+        first.batch,
+        torch.stack([own.total for own in losses]).sum(),
+        torch.cat(tasks),
+        first.diversity,
+        tuple(targets),
+        metrics=None if metrics is None else torch.cat(metrics),
+    )
 
 
 @dataclass(frozen=True)
@@ -66,60 +93,50 @@ class Objective:
     metric_names: ClassVar[tuple[str, ...]] = ()
 
     @staticmethod
-    def count(batch: Batch | AgentBatches) -> int:
+    def count(batch: Batch) -> int:
         """The number of targets, by which sums over a micro-batch become means."""
         return batch.num_targets
 
-    def __call__(
-        self, output: CrowdOutput | AgentOutputs, batch: Batch | AgentBatches, step: int, agent: int | None = None
-    ) -> StepLoss:
-        """The loss of one micro-batch; for agents with rows of their own, the sum of their losses alone.
+    def __call__(self, output: CrowdOutput, step: int) -> StepLoss:
+        """The loss of the agents of one output.
 
         Args:
             step: the optimizer step, which keys the random directions.
-            agent: the only agent of the pass; None for a pass of all agents. `together` joins the losses of passes.
 
         Raises:
-            BadInput: there is no such diversity form, or it compares agents that take passes or rows of their own.
+            BadInput: there is no such diversity form.
         """
-        if isinstance(batch, AgentBatches):
-            assert isinstance(output, AgentOutputs)
-            each = enumerate(zip(output.each, batch.each, strict=True))
-            parts = [(k, self._of_one(own, rows, k)) for k, (own, rows) in each if own is not None and rows is not None]
-            return self.together(parts, batch, step)
-        assert isinstance(output, CrowdOutput)
-        if agent is not None:
-            return self._of_one(output, batch, agent)
-        log_probs, rewarded = output.log_probs, find_form(self.diversity).rewarded
-        task = -log_probs.sum(1)
+        log_probs, batch, agents = output.log_probs, output.batch, output.agents
+        task, keys = -log_probs.sum(1), [self.bootstrap[k] for k in agents] if self.bootstrap else []
+        total = _weighted(log_probs, batch, keys) if any(keys) else task.sum()
+        rewarded, term = find_form(self.diversity).rewarded, total.new_zeros(())
         with torch.set_grad_enabled(rewarded and torch.is_grad_enabled()):
-            term = self._term(log_probs, output.states, batch, step)
-        total = _weighted(log_probs, batch, self.bootstrap) if self.bootstrap else task.sum()
+            if rewarded or len(agents) > 1:
+                term = self._term(log_probs, output.states, batch, step)
         if rewarded:
-            total = total - self.weight * log_probs.shape[0] * term
-        return StepLoss(total, task.detach(), term.detach())
+            total = total - self.weight * len(agents) * term
+        targets = (batch.num_targets,) * len(agents)
+        return StepLoss(agents, batch, total, task.detach(), term.detach(), targets, log_probs.detach())
 
-    def together(
-        self, parts: Sequence[tuple[int | None, StepLoss]], batch: Batch | AgentBatches, step: int
-    ) -> StepLoss:
-        """Join the losses of all passes of a micro-batch.
+    def together(self, losses: Sequence[StepLoss], num_agents: int, step: int) -> StepLoss:
+        """Join the losses of all passes of a micro-batch; the diversity is that of agents on the same rows.
 
-        Args:
-            parts: the agent and the loss of every pass; agent None in the only part for a pass of all agents.
-            batch: the whole micro-batch.
+        Raises:
+            BadInput: the diversity is rewarded, and agents took passes or rows of their own.
         """
-        first, loss = parts[0]
-        if first is None:
-            return loss
-        total = torch.stack([own.total for _, own in parts]).sum()
-        if isinstance(batch, Batch):
-            log_probs = torch.cat([own.log_probs for _, own in parts if own.log_probs is not None])
-            term = self._term(log_probs, log_probs[:, :0, None], batch, step)
-            return StepLoss(total, torch.cat([own.task for _, own in parts]), term)
-        found = {agent: own.task for agent, own in parts}
-        tasks = [found.get(k, loss.task.new_zeros(1)) for k in range(len(batch.each))]
-        targets = tuple(0 if rows is None else rows.num_targets for rows in batch.each)
-        return StepLoss(total, torch.cat(tasks), total.new_zeros(()), targets)
+        found, first = of_all(losses, num_agents), losses[0]
+        if len(losses) == 1:
+            return found
+        if find_form(self.diversity).rewarded:
+            raise BadInput(
+                f"diversity {self.diversity} has gradients through all agents, in one pass over the same rows",
+                where="pass_per_agent: true, or agents with rows of their own",
+                hint="take diversity none",
+            )
+        if any(own.batch is not first.batch for own in losses):
+            return found
+        log_probs = torch.cat([own.log_probs for own in losses if own.log_probs is not None])
+        return replace(found, diversity=self._term(log_probs, log_probs[:, :0, None], first.batch, step))
 
     def _term(self, log_probs: Tensor, states: Tensor, batch: Batch, step: int) -> Tensor:
         inputs = TermInputs(
@@ -132,19 +149,6 @@ class Objective:
             representation=self.representation,
         )
         return find_form(self.diversity).term(inputs)
-
-    def _of_one(self, output: CrowdOutput, batch: Batch, agent: int) -> StepLoss:
-        """The loss of one agent's pass."""
-        if find_form(self.diversity).rewarded:
-            raise BadInput(
-                f"diversity {self.diversity} has gradients through all agents, in one pass over the same rows",
-                where="pass_per_agent: true, or agents with rows of their own",
-                hint="take diversity none",
-            )
-        log_probs, keys = output.log_probs, self.bootstrap[agent : agent + 1]
-        task = -log_probs.sum(1)
-        total = _weighted(log_probs, batch, keys) if any(keys) else task.sum()
-        return StepLoss(total, task.detach(), total.new_zeros(()), log_probs=log_probs.detach())
 
 
 def _weighted(log_probs: Tensor, batch: Batch, keys: Sequence[tuple[int, int] | None]) -> Tensor:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ci_llm.crowd.model import AgentOutputs, CrowdModel, CrowdOutput
+from ci_llm.crowd.model import CrowdModel, CrowdOutput
 from ci_llm.crowd.objective import Objective as NextToken
-from ci_llm.crowd.objective import StepLoss, bootstrap_weights
-from ci_llm.data.batches import AgentBatches, Batch
-from ci_llm.objectives import Evidence, Metrics, Objective, for_agent, pairs
+from ci_llm.crowd.objective import StepLoss, bootstrap_weights, of_all
+from ci_llm.data.batches import Batch
+from ci_llm.objectives import Evidence, Metrics, Objective, for_agents, pairs
 
 
 @dataclass(frozen=True)
@@ -64,48 +64,17 @@ class Preferences:
         return (*(name for name, holds in names.items() if holds), *self.objective.metric_names)
 
     @staticmethod
-    def count(batch: Batch | AgentBatches) -> int:
+    def count(batch: Batch) -> int:
         """The number of units, by which sums over a micro-batch become means."""
-        present = batch.present if isinstance(batch, AgentBatches) else [batch]
-        return sum(own.num_units for own in present)
+        return batch.num_units
 
-    def __call__(
-        self, output: CrowdOutput | AgentOutputs, batch: Batch | AgentBatches, step: int, agent: int | None = None
-    ) -> StepLoss:
-        """The loss of one micro-batch; for the arguments see `ci_llm.crowd.objective.Objective`."""
-        if isinstance(batch, AgentBatches):
-            assert isinstance(output, AgentOutputs)
-            each = enumerate(zip(output.each, batch.each, strict=True))
-            found = [(k, self._loss(own, rows, k)) for k, (own, rows) in each if own is not None and rows is not None]
-            return self.together(found, batch, step)
-        assert isinstance(output, CrowdOutput)
-        return self._loss(output, batch, agent)
-
-    def together(
-        self, parts: Sequence[tuple[int | None, StepLoss]], batch: Batch | AgentBatches, step: int
-    ) -> StepLoss:
-        """Join the losses of all passes of a micro-batch; `batch` and `step` are unused here."""
-        first, loss = parts[0]
-        if first is None:
-            return loss
-        assert loss.metrics is not None
-        nothing = StepLoss(loss.total, torch.zeros_like(loss.task), loss.diversity, (0,), None, loss.metrics * 0)
-        found = dict(parts)
-        each = [found.get(k, nothing) for k in range(self.crowd.num_agents)]
-        return StepLoss(
-            total=torch.stack([own.total for _, own in parts]).sum(),
-            task=torch.cat([own.task for own in each]),
-            diversity=loss.diversity,
-            targets=tuple(own.targets[0] for own in each),
-            metrics=torch.cat([own.metrics for own in each if own.metrics is not None]),
-        )
-
-    def _loss(self, output: CrowdOutput, batch: Batch, agent: int | None) -> StepLoss:
-        """The loss of a pass of all agents, or of one."""
-        objective = self.objective if agent is None else for_agent(self.objective, agent)
-        evidence = self.evidence(output, batch, agent)
+    def __call__(self, output: CrowdOutput, step: int) -> StepLoss:
+        """The loss of the agents of one output; `step` is unused here."""
+        agents, batch = output.agents, output.batch
+        objective = for_agents(self.objective, _index(agents))
+        evidence = self.evidence(output)
         losses = objective.losses(evidence)
-        keys = self.bootstrap if agent is None else self.bootstrap[agent : agent + 1]
+        keys = [self.bootstrap[k] for k in agents] if self.bootstrap else []
         weighted = losses * bootstrap_weights(keys, batch.sample_ids).to(losses) if any(keys) else losses
         with torch.no_grad():
             measured = _measured(objective, evidence)
@@ -113,6 +82,8 @@ class Preferences:
             found = [torch.stack([total, torch.zeros_like(total) + count], -1) for total, count in sums]
             metrics = torch.stack(found, 1) if found else losses.new_zeros(len(losses), 0, 2)
         return StepLoss(
+            agents,
+            batch,
             total=weighted.sum(),
             task=losses.detach().sum(1),
             diversity=losses.new_zeros(()),
@@ -120,14 +91,13 @@ class Preferences:
             metrics=metrics,
         )
 
-    def evidence(self, output: CrowdOutput, batch: Batch, agent: int | None = None) -> Evidence:
-        """The evidence about the rows of a micro-batch.
+    def together(self, losses: Sequence[StepLoss], num_agents: int, step: int) -> StepLoss:
+        """Join the losses of all passes of a micro-batch; `step` is unused here."""
+        return of_all(losses, num_agents)
 
-        Args:
-            output: the output of all agents, or of one.
-            agent: the only agent; None for all.
-        """
-        needs, part = self.objective.needs, slice(None) if agent is None else slice(agent, agent + 1)
+    def evidence(self, output: CrowdOutput) -> Evidence:
+        """The evidence about the rows of one output."""
+        needs, batch, places = self.objective.needs, output.batch, _index(output.agents)
         labels, answered = batch.labels, batch.answered
         assert labels is not None
         assert answered is not None
@@ -143,15 +113,23 @@ class Preferences:
         found = Evidence(
             sums=sums_of(output.log_probs),
             lengths=row_sums(answered[None], batch)[0],
-            reference=sums_of(self.crowd.reference(batch, agent)) if needs.reference else None,
+            reference=sums_of(self.crowd.reference(output.agents, batch)) if needs.reference else None,
             labels=judged,
-            kl=None if self.facts.kl is None else self.facts.kl[part],
+            kl=None if self.facts.kl is None else self.facts.kl[places],
         )
         if needs.nll == "none":
             return found
-        shares = found.sums.new_tensor(self.facts.nll_shares or (1.0,) * self.crowd.num_agents)[part, None]
+        shares = found.sums.new_tensor(self.facts.nll_shares or (1.0,) * self.crowd.num_agents)[places, None]
         nll = -(row_sums(output.log_probs, batch) if needs.nll == "rows" else found.sums)
         return replace(found, nll=pairs(nll)[0], nll_tokens=pairs(counts)[0], nll_share=shares)
+
+
+def _index(agents: tuple[int, ...]) -> slice | list[int]:
+    """The places of agents as an index; a slice where it can be one, because a GPU is waited for to take a list."""
+    if not agents:
+        return slice(None)  # the base alone
+    first, end = agents[0], agents[-1] + 1
+    return slice(first, end) if agents == tuple(range(first, end)) else [*agents]
 
 
 #: The objective of a run.

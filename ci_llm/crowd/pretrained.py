@@ -38,7 +38,7 @@ from ci_llm.crowd.given_path import META, SAVED, require_checkpoint
 from ci_llm.crowd.model import CrowdModel, default_names
 from ci_llm.data.prompts import Prompter, tokenizer_files
 from ci_llm.errors import ForeignCheckpoint, ModelError
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.mirror.filling import local_copy
 from ci_llm.objectives import without_function
 
@@ -340,8 +340,8 @@ def read_calibration(folder: Path, own: Mapping[str, Any] | None = None) -> Cali
     if own is not None or path is None or not path.is_file():
         return None if own is None else Calibration.of(own)
     try:
-        found = Calibration.of(read_json(path))  # type: ignore[arg-type]  # else a TypeError, which is caught
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        found = Calibration.of(read_json(path))
+    except (OSError, ValueError) as error:
         logger.warning(f"{path} is left out: it is not a calibration ({error})")
         return None
     if found.weights != weights_fingerprint(read_manifest(folder)):

@@ -99,8 +99,10 @@ class Scores:
         """The scores of some of the rows, which then score all agents."""
         return Scores(self.right[:, chosen], self.nll[:, chosen], self.tokens[chosen])
 
-    def gain(self, over: str) -> dict[str, float | None]:
-        """The crowd's exact match minus that of the agents' mean or of the best agent, paired over all rows.
+    def nll_gain(self, over: str) -> dict[str, float | None]:
+        """The crowd's NLL minus that of the agents' mean or of the best agent, paired over all rows: less is better.
+
+        Long rows count more, as in `mean_nll`.
 
         Args:
             over: "mean" or "best". The best agent is chosen on these same rows, which favours the agent.
@@ -108,13 +110,6 @@ class Scores:
         Returns:
             {"value", "interval95"} of `paired_gain`. The interval covers the choice of the rows, not of the seed.
         """
-        right = self.right.double()
-        agents = right[:-1]
-        other = agents.mean(0) if over == "mean" else agents[int(agents.mean(1).argmax())]
-        return paired_gain(right[-1], other)
-
-    def nll_gain(self, over: str) -> dict[str, float | None]:
-        """`gain` in nats per target token, where less is better. Long rows count more, as in `mean_nll`."""
         *agents, crowd = self.nll.double()
         of_all = torch.stack(agents)
         other = of_all.mean(0) if over == "mean" else agents[int(of_all.sum(1).argmin())]
@@ -143,7 +138,7 @@ def score(
     """Score every row of `batches`.
 
     Args:
-        aggregator: a module of `ci_llm.crowd.aggregators`.
+        aggregator: one of `ci_llm.crowd.aggregators`.
         stop: called before every batch.
 
     Returns:
@@ -187,45 +182,50 @@ def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
     return Scores(wrong == 0, nll, tokens)
 
 
-def targets_of(crowd: CrowdModel, batches: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the agents' log-probabilities [K, S', V] and the targets [S'], in parts that fit into memory.
+def evaluation_record(
+    scores: Scores,
+    answers: AnswerScores | None,
+    *,
+    task: str,
+    aggregator: str,
+    trained_on: TrainedOn = "none",
+    heads: bool = False,
+) -> dict[str, Any]:
+    """The scores in `evaluation.json`.
 
-    Args:
-        crowd: in evaluation mode.
-    """
-    for batch in (batch.to(crowd.device) for batch in batches):
-        states = crowd.states(batch)[:, batch.predict_from]
-        for chunk in crowd.head.chunks(batch.num_targets, crowd.num_agents):
-            yield crowd.head.logits(states[:, chunk]).log_softmax(-1), batch.targets[chunk]
-
-
-def evaluation_record(scores: Scores, task: str, aggregator: str, trained_on: TrainedOn = "none") -> dict[str, Any]:
-    """The content of `evaluation.json`.
+    With generated answers, `n` and `exact_match` are about final answers, `measured_by` is "generation", and the
+    teacher-forced figures of whole solutions are under `teacher_forced` with their own `n`. `nll` is always
+    teacher-forced. For heads `measured_by` is "heads", `exact_match` is about classes or pairs, and `nll` is the loss
+    of a row.
 
     Args:
         task: name of the data set.
         trained_on: whether none, some or all of these rows were trained on.
     """
-    *agents, crowd = scores.exact_match
-    *agent_nll, crowd_nll = scores.mean_nll
+    solutions = {"n": scores.right.shape[1], "exact_match": _shares(scores.right, scores.own)}
+    *agents, crowd = scores.mean_nll
+    gains = {f"crowd_minus_{over}": scores.nll_gain(over) for over in ("mean", "best")}
     return {
+        **({} if scores.judged is None else {scores.judged.key: scores.judged.record()}),
         "task": task,
-        "n": scores.right.shape[1],
         "rows_trained_on": trained_on,
         "aggregator": aggregator,
-        "exact_match": {
-            "agents": agents,
-            "crowd": crowd,
-            "crowd_minus_mean": scores.gain("mean"),
-            "crowd_minus_best": scores.gain("best"),
-        },
-        "nll": {
-            "agents": agent_nll,
-            "crowd": crowd_nll,
-            "crowd_minus_mean": scores.nll_gain("mean"),
-            "crowd_minus_best": scores.nll_gain("best"),
-        },
+        **(solutions if answers is None else {**answers.record(), "teacher_forced": solutions}),
+        "nll": {"agents": agents, "crowd": crowd, **gains},
+        "measured_by": "generation" if answers else "heads" if heads else "teacher_forcing",
     }
+
+
+def _shares(right: Tensor, own: Sequence[slice], vote: Tensor | None = None) -> dict[str, Any]:
+    """`exact_match` of `evaluation.json`, from which rows are right, [K+1, n]; gains are paired over all rows."""
+    *agents, crowd = right.double()
+    of_each = zip(agents, own or [slice(None)] * len(agents), strict=True)
+    found = {"agents": [float(agent[rows].mean()) for agent, rows in of_each], "crowd": float(crowd.mean())}
+    others = {"mean": torch.stack(agents).mean(0), "best": max(agents, key=lambda agent: float(agent.mean()))}
+    if vote is not None:
+        others["vote"] = vote.double()
+        found["vote"] = float(others["vote"].mean())
+    return found | {f"crowd_minus_{name}": paired_gain(crowd, other) for name, other in others.items()}
 
 
 def base_record(scores: Scores, answers: AnswerScores | None) -> dict[str, float]:
@@ -290,7 +290,7 @@ class Questions:
         ends: the token ids that end an answer in these rows, or by the settings of the base.
         left_out: how many rows have no question, or no place for an answer.
         too_long: how many of these have a question.
-        metric: the module of `ci_llm.crowd.metrics` that `read` comes from.
+        metric: the metric that `read` comes from, one of `ci_llm.crowd.metrics`.
         longest: the number of tokens of the longest reference.
     """
 
@@ -321,7 +321,7 @@ class Questions:
             sets: the rows of several sets, if `count` holds for each; None if all rows are one set.
             max_seq_length: a row of so many tokens may have been cut and is left out (see `TokenizedRows.whole_below`),
                 as is a row that leaves the base no position for an answer.
-            metric: a module of `ci_llm.crowd.metrics`.
+            metric: one of `ci_llm.crowd.metrics`.
         """
         limit = min(max_seq_length, num_positions(crowd.model))
         each = ((number, rows[number]) for number in range(len(rows)))
@@ -414,21 +414,9 @@ class AnswerScores:
 
     def record(self) -> dict[str, Any]:
         """`n`, `exact_match` and `asked` of `evaluation.json`; gains are paired over all rows, with 95 % intervals."""
-        *agents, crowd, vote = self.right.double()
-        rows = self.own or [slice(None)] * len(agents)
-        means = [float(agent[own].mean()) for agent, own in zip(agents, rows, strict=True)]
-        of_all = [float(agent.mean()) for agent in agents]  # as the gains are
-        best = agents[of_all.index(max(of_all))]
         return {
             "n": self.right.shape[1],
-            "exact_match": {
-                "agents": means,
-                "crowd": float(crowd.mean()),
-                "vote": float(vote.mean()),
-                "crowd_minus_mean": paired_gain(crowd, torch.stack(agents).mean(0)),
-                "crowd_minus_best": paired_gain(crowd, best),
-                "crowd_minus_vote": paired_gain(crowd, vote),
-            },
+            "exact_match": _shares(self.right[:-1], self.own, self.right[-1]),
             **self.asked,
         }
 
@@ -474,7 +462,7 @@ def answer_questions(
         batches: indices into `questions`. As many questions as the first batch has are answered at the same time, and
             the next batch is taken when there is place for one of its questions.
         max_new_tokens: at most so many tokens per answer.
-        aggregator: a module of `ci_llm.crowd.aggregators`.
+        aggregator: one of `ci_llm.crowd.aggregators`.
         agent: ask this agent alone, or with `NOBODY` the base.
         uncertainty: also compute how sure the crowd was of each answer.
         stop: called before every token; True ends all texts at that point.
@@ -560,18 +548,3 @@ def rows_record(scores: Scores, answers: AnswerScores | None) -> dict[str, list[
     right = scores.right[:-1] if answers is None else answers.right[:-2]
     by_row = nll - nll.mean(1, keepdim=True) * (weights - 1)
     return {"nll": by_row.tolist(), "exact_match": right.double().tolist()}
-
-
-def merge_records(
-    teacher_forced: dict[str, Any], generated: AnswerScores | None, *, heads: bool = False
-) -> dict[str, Any]:
-    """The content of `evaluation.json`, with the scores of generated answers if there are any.
-
-    `n` and `exact_match` are then about generated final answers, `measured_by` is "generation", and the teacher-forced
-    figures of whole solutions are under `teacher_forced` with their own `n`. `nll` is always teacher-forced. For heads
-    `measured_by` is "heads", `exact_match` is about classes or pairs, and `nll` is the loss of a row.
-    """
-    if generated is None:
-        return {**teacher_forced, "measured_by": "heads" if heads else "teacher_forcing"}
-    solutions = {key: teacher_forced[key] for key in ("n", "exact_match")}
-    return {**teacher_forced, **generated.record(), "measured_by": "generation", "teacher_forced": solutions}

@@ -23,7 +23,7 @@ from ci_llm.crowd.asking import GenerationOptions, prompter_of, require_writers
 from ci_llm.crowd.decoding import free_positions, num_positions
 from ci_llm.crowd.judging import tempered
 from ci_llm.crowd.model import CrowdModel
-from ci_llm.crowd.scoring import score, targets_of
+from ci_llm.crowd.scoring import score
 from ci_llm.data.batches import Batch, Packable, in_order
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompt, prompts_of
@@ -103,7 +103,7 @@ def disagreement(crowd: CrowdModel, asked: Asked, answers: str | Sequence[str] |
     rows, found = _rows(crowd, asked, answers), []
     with crowd.evaluating(), torch.no_grad():
         for batch in _batches(rows, batch_size):
-            apart = torch.cat([decompose(each)[2].double().cpu() for each, _ in targets_of(crowd, [batch])])
+            apart = torch.cat([decompose(each)[2].double().cpu() for each, _ in generation.targets_of(crowd, [batch])])
             sums = torch.zeros(batch.num_rows, dtype=torch.float64).index_add_(0, batch.target_rows, apart)
             found.append(sums / torch.bincount(batch.target_rows, minlength=batch.num_rows).clamp_min(1))
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)

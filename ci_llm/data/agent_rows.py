@@ -1,4 +1,4 @@
-"""The tokenised rows of each agent: those that it trains on, those that score it, and their lengths.
+"""The tokenised rows of each agent: those that score it, and the lengths of all.
 
 The memory and the time of a step follow from the lengths of rows.
 """
@@ -10,8 +10,6 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
-
-import xxhash
 
 from ci_llm.data.encoder import Example
 from ci_llm.data.rows import TrainedOn
@@ -26,31 +24,6 @@ def once_each(items: Sequence[T], make: Callable[[T], U]) -> list[U]:
     """The result of `make` for every item; it is called once for items that are one object."""
     made = {number: make(item) for number, item in {id(item): item for item in items}.items()}
     return [made[id(item)] for item in items]
-
-
-@dataclass(frozen=True)
-class AgentRows:
-    """The rows to train on of agents of which each has its own, or its own order of the same ones.
-
-    Attributes:
-        each: the rows of every agent; those of agents that share a data set are one object.
-    """
-
-    each: tuple[TokenizedRows, ...]
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of what all agents learn from: that of the rows where all have the same ones, in whatever order."""
-        prints = [rows.fingerprint for rows in self.each]
-        return prints[0] if len({*prints}) == 1 else str(xxhash.xxh3_128_hexdigest(" ".join(prints).encode()))
-
-
-TrainingRows = TokenizedRows | AgentRows
-
-
-def first_rows(rows: TrainingRows) -> TokenizedRows:
-    """The rows of all agents, or of the first one."""
-    return rows.each[0] if isinstance(rows, AgentRows) else rows
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -96,63 +96,38 @@ class Batch:
         return ((name, value) for name, value in values if isinstance(value, Tensor))
 
 
-@dataclass(frozen=True)
-class AgentBatches:
-    """One micro-batch of agents that have rows of their own.
+class Owned(NamedTuple):
+    """Rows of a micro-batch, and whose they are.
 
     Attributes:
-        each: K micro-batches, ragged: agents may have other numbers of rows and tokens; None for an agent that has no
-            row in it.
+        agents: the places of the agents that read them; each reads all of them.
     """
 
-    each: tuple[Batch | None, ...]
+    agents: tuple[int, ...]
+    batch: Batch
 
-    @property
-    def present(self) -> list[Batch]:
-        """The micro-batches of the agents that have one."""
-        return [batch for batch in self.each if batch is not None]
-
-    @property
-    def sample_ids(self) -> tuple[int, ...]:
-        """The rows of one agent after the other, by the numbers of its own data set."""
-        return tuple(row for batch in self.present for row in batch.sample_ids)
-
-    @property
-    def num_units(self) -> int:
-        """Rows of the data set, of the agent that has the most: a bound on micro-batches is one per agent."""
-        return max(batch.num_units for batch in self.present)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all agents together."""
-        return sum(batch.num_tokens for batch in self.present)
-
-    @property
-    def num_targets(self) -> int:
-        """Targets of all agents together."""
-        return sum(batch.num_targets for batch in self.present)
-
-    def of(self, places: Sequence[int]) -> AgentBatches:
-        """The micro-batches of the agents at these places."""
-        return AgentBatches(tuple(self.each[place] for place in places))
-
-    def to(self, device: torch.device | str) -> AgentBatches:
-        """The batches on `device`; from pinned memory the copies do not wait."""
-        return AgentBatches(tuple(batch and batch.to(device) for batch in self.each))
-
-    def pinned(self) -> AgentBatches:
-        """The batches in page-locked memory."""
-        return AgentBatches(tuple(batch and batch.pinned() for batch in self.each))
+    def to(self, device: torch.device | str) -> Owned:
+        """The rows on `device`."""
+        return Owned(self.agents, self.batch.to(device))
 
 
-#: What one micro-step trains on.
-MicroBatch = Batch | AgentBatches
+#: What one micro-step trains on: every agent that has a row in it stands in one of them.
+MicroBatch = Sequence[Owned]
+
+
+def num_units(micro_batch: MicroBatch) -> int:
+    """Rows of the data set, of the agent that has the most: a bound on micro-batches is one per agent."""
+    return max(own.batch.num_units for own in micro_batch)
 
 
 def of_agents(micro_batches: Sequence[MicroBatch], places: Sequence[int]) -> list[MicroBatch]:
-    """The micro-batches of the agents at these places alone; a micro-batch that all agents share stays as it is."""
-    chosen = [batch.of(places) if isinstance(batch, AgentBatches) else batch for batch in micro_batches]
-    return [batch for batch in chosen if isinstance(batch, Batch) or batch.present]
+    """The micro-batches of the agents at these places alone, which stand in this order from now on."""
+    found = []
+    for micro_batch in micro_batches:
+        left = [(tuple(at for at, k in enumerate(places) if k in own.agents), own.batch) for own in micro_batch]
+        if kept := [Owned(agents, batch) for agents, batch in left if agents]:
+            found.append(kept)
+    return found  # type: ignore[return-value]
 
 
 def pack(examples: Sequence[Packable], sample_ids: Sequence[int]) -> Batch:

@@ -374,12 +374,12 @@ _JUDGED: Final[Mapping[RowKind, tuple[str, str, str]]] = {
     "rated": (
         "answers with a label each, right or wrong, which objective=kto takes",
         "prompt, completion and label",
-        "prompt_column= and label_column= name others",
+        "prompt_column= and answer_column= name others",
     ),
     "labelled": (
         "texts with a class or a number, which objective=classification takes, or with a rating, for objective=kto",
         "text and label",
-        "text_column= and label_column= name others",
+        "text_column= and answer_column= name others",
     ),
 }
 #: Columns, in lower case, of rows that no form has in full: without the last of them other things would be learned.
@@ -434,11 +434,12 @@ def form_of_columns(
     for part, name in named.items():
         if plain(name) not in map(plain, columns):
             what = f"The data set has no column {name!r}; it has: {shown(columns)}."
-            raise DataError(what, where=f"{where}, {part}_column: {name}", hint=f"set {part}_column to one of them")
+            key = "answer_column" if part == "label" else f"{part}_column"
+            raise DataError(what, where=f"{where}, {key}: {name}", hint=f"set {key} to one of them")
     # Columns that are named in their own case come first: of `Text` and `text` the named one is meant.
     preferred = sorted(columns, key=lambda column: column not in named.values())
     known = {part: (plain(name),) for part, name in named.items()}
-    if wanted in _JUDGED:
+    if wanted is not None and wanted in _JUDGED:
         form = _judged_form(preferred, known, where, wanted)
     elif given := {part: names for part, names in known.items() if part != "label"}:
         form = _named_form(preferred, given, where)
@@ -514,7 +515,7 @@ def _advice(columns: Sequence[str], where: str) -> str:
     named = zip(("prompt_column", "answer_column"), names, strict=True)
     typed = " and ".join(quote(f"{key}={name}") for key, name in named)
     more = "; the first line of a CSV file holds the names of its columns" if ".csv" in where else ""
-    others = "or text_column=, with label_column= for classes or numbers"
+    others = "or text_column=, with answer_column= for classes or numbers"
     return f"{first}say {typed}, {others}, or have one of: {_WANTED}{more}"
 
 

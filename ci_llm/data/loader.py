@@ -1,6 +1,6 @@
 """The loader of a run: PyTorch's own, over the micro-batches of every step, for Accelerate to prepare.
 
-    loader, sampler = loader_of(rows, plan, steps, num_processes, micro_batch_size)
+    loader, sampler = loader_of(courses, steps, num_processes, micro_batch_size)
     loader = accelerator.prepare(loader)                              # deals each process its micro-batches
     rest = accelerator.skip_first_batches(loader, sampler.before(step))  # after a resume
 
@@ -15,16 +15,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from ci_llm.core.memory import unless_out_of_memory
-from ci_llm.data.agent_rows import AgentRows
-from ci_llm.data.batches import AgentBatches, MicroBatch, Packable, PackableRows, pack
-from ci_llm.data.order import AgentPlans, Plan
+from ci_llm.data.batches import MicroBatch, Owned, Packable, pack
+from ci_llm.data.courses import Courses
 from ci_llm.interrupts import ignore_signals, worker_context
 
 
@@ -48,8 +46,8 @@ class StepSampler(BatchSampler):
     batch_size: Any = None
     drop_last = True
 
-    def __init__(self, plan: Plan | AgentPlans, steps: range, num_processes: int, micro_batch_size: int) -> None:
-        self.steps, self._plans = steps, plan.each if isinstance(plan, AgentPlans) else (plan,)
+    def __init__(self, courses: Courses, steps: range, num_processes: int, micro_batch_size: int) -> None:
+        self.steps, self._plans = steps, courses.plans
         self._num_processes, self._micro_batch_size = num_processes, micro_batch_size
 
     def micro_steps(self, step: int) -> int:
@@ -79,62 +77,50 @@ class Unpacked:
     64 MB, and one file descriptor each.
 
     Attributes:
-        each: of each agent that has rows of its own, or one for all; None: it has none here.
+        owned: for each course that has rows here its agents, the rows and their numbers.
     """
 
-    each: Sequence[tuple[list[Packable], list[int]] | None]
-    own_rows: bool
+    owned: Sequence[tuple[tuple[int, ...], list[Packable], list[int]]]
 
-    def to(self, device: torch.device | str) -> MicroBatch | None:
-        """The micro-batch on `device`; None if it has no row.
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The micro-batch on `device`; empty if it has no row.
 
         If memory runs out it stays on the host: the step places it again, and there a lack of memory is answered.
         """
-        if not any(self.each):
-            return None
-        packed = tuple(own and pack(*own) for own in self.each)
-        batch: MicroBatch | None = AgentBatches(packed) if self.own_rows else packed[0]
-        assert batch is not None  # one of them has rows
-        here = batch.pinned() if torch.device(device).type == "cuda" else batch
-        return unless_out_of_memory(lambda: here.to(device))[0] or here
+        packed = [Owned(agents, pack(rows, numbers)) for agents, rows, numbers in self.owned]
+        if torch.device(device).type == "cuda":
+            packed = [Owned(agents, batch.pinned()) for agents, batch in packed]
+        return unless_out_of_memory(lambda: [own.to(device) for own in packed])[0] or packed
 
 
 class _Places(Dataset[Any]):
     """The rows of micro-batches by their places; what the loader's workers hold."""
 
-    def __init__(self, rows: PackableRows | AgentRows, plan: Plan | AgentPlans, num_processes: int, size: int) -> None:
-        of_agents = isinstance(plan, AgentPlans)
-        self._each: Any = [*zip(rows.each, plan.each, strict=True)] if of_agents else [(rows, plan)]  # type: ignore[union-attr]
-        self._num_processes, self._size = num_processes, size
+    def __init__(self, courses: Courses, num_processes: int, size: int) -> None:
+        self._courses, self._num_processes, self._size = courses.different, num_processes, size
 
     def __getitems__(self, place: Place) -> list[Any]:
-        dealt = [(rows, plan.dealt(*place, self._num_processes, self._size)) for rows, plan in self._each]
-        return [([rows[number] for number in numbers], numbers) if numbers else None for rows, numbers in dealt]
+        found = []
+        for agents, course in self._courses:
+            if numbers := course.plan.dealt(*place, self._num_processes, self._size):
+                found.append((agents, [course.rows[number] for number in numbers], numbers))
+        return found
 
 
 def loader_of(
-    rows: PackableRows | AgentRows,
-    plan: Plan | AgentPlans,
-    steps: range,
-    num_processes: int,
-    micro_batch_size: int,
-    *,
-    num_workers: int = 0,
+    courses: Courses, steps: range, num_processes: int, micro_batch_size: int, *, num_workers: int = 0
 ) -> tuple[DataLoader[Any], StepSampler]:
     """The loader of the micro-batches of these steps, and its sampler.
 
     Its workers ignore the signals that stop or save a run, and end with the pass over it. No random number is drawn
     from the global generators.
-
-    Args:
-        rows, plan: of all agents together, or of each: a micro-batch then is an `AgentBatches`.
     """
-    sampler = StepSampler(plan, steps, num_processes, micro_batch_size)
+    sampler = StepSampler(courses, steps, num_processes, micro_batch_size)
     loader: DataLoader[Any] = DataLoader(
-        _Places(rows, plan, num_processes, micro_batch_size),
+        _Places(courses, num_processes, micro_batch_size),
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=partial(Unpacked, own_rows=isinstance(plan, AgentPlans)),
+        collate_fn=Unpacked,
         worker_init_fn=ignore_signals,
         multiprocessing_context=worker_context() if num_workers else None,
         generator=torch.Generator(),

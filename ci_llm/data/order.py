@@ -127,44 +127,6 @@ class Plan:
         """Epochs done when `step` optimizer steps are done: 0.0 at the start, 1.0 after `steps_per_epoch`."""
         return self.samples_seen(step) / self.num_rows
 
-    def epochs(self, step: int) -> list[float]:
-        """The epoch of this plan, in a list of one: a run without own rows has one plan for all agents."""
-        return [self.epoch(step)]
-
-
-@dataclass(frozen=True)
-class AgentPlans:
-    """The plans of agents that have rows or an order of their own: step s of a run is step s of each of them.
-
-    The agents take their steps together, and each has its own epochs: one with fewer rows begins more of them.
-
-    Attributes:
-        each: the plan of every agent.
-    """
-
-    each: tuple[Plan, ...]
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """The steps of an epoch of the agent with the most rows."""
-        return max(plan.steps_per_epoch for plan in self.each)
-
-    def rows(self, step: int) -> list[int]:
-        """The rows of every agent, one agent after the other; a number is one of the agent's own data set."""
-        return [row for plan in self.each for row in plan.rows(step)]
-
-    def num_rows_of(self, step: int) -> int:
-        """How many rows all agents take together."""
-        return sum(plan.num_rows_of(step) for plan in self.each)
-
-    def epoch(self, step: int) -> float:
-        """Epochs done by the agent with the most rows, which has done the fewest."""
-        return min(self.epochs(step))
-
-    def epochs(self, step: int) -> list[float]:
-        """Epochs done by every agent."""
-        return [plan.epoch(step) for plan in self.each]
-
 
 def share(rows: Sequence[int], process_index: int, num_processes: int, micro_batch_size: int) -> list[list[int]]:
     """This process's micro-batches of one step: row i of the step belongs to process i % num_processes.

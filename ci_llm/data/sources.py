@@ -7,7 +7,6 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, chain
 from pathlib import Path
@@ -118,20 +117,11 @@ class _MixedRows(Rows):
         return row  # type: ignore[no-any-return]  # its own data set has read it
 
 
-def mix(parts: Sequence[Rows], weights: Sequence[float] | None, seed: int) -> Rows:
-    """Several data sets as one, in the order of `parts`.
-
-    With weights a data set has its share of the rows, whatever its size: a small one is repeated, of a large one some
-    rows are left out. The number of rows stays that of all data sets together. Which rows are taken is computed from
-    weights and seed alone, by the permutation of the order, so that every process and every attempt of a run makes the
-    same choice.
-
-    Args:
-        weights: one for each data set, above 0, in any unit; None: every row of each, once.
-        seed: the seed of the choice of rows.
+def join(parts: Sequence[Rows]) -> Rows:
+    """Several data sets as one, in the order of `parts`, with every row of each.
 
     Raises:
-        DataError: a weight is so small that no row of its data set is taken.
+        DataError: the data sets hold rows of different kinds.
     """
     if len({part.form.kind for part in parts}) > 1:
         raise DataError(
@@ -139,17 +129,9 @@ def mix(parts: Sequence[Rows], weights: Sequence[float] | None, seed: int) -> Ro
             where=", ".join(part.where for part in parts),
             hint="train on one kind at a time: init_from begins where another run ended",
         )
-    counts = [len(part) for part in parts] if weights is None else _shares(parts, weights)
-    chosen = (
-        part.select(array("q", _choose(len(part), count, seed, number)))
-        for number, (part, count) in enumerate(zip(parts, counts, strict=True))
-    )
-    origin = _Joined(tuple(chosen))
-    kind = "one after the other" if weights is None else "weighted"
-    lines = [f"{len(origin)} rows of {len(parts)} data sets, {kind}"]
-    for part, own in zip(parts, counts, strict=True):
-        times = f"its weight makes {own} rows of its {len(part)}: {own / len(part):.2f} times each"
-        lines += [*part.description, *[times] * (own != len(part))]
+    origin = _Joined(tuple(parts))
+    lines = [line for part in parts for line in part.description]
+    lines.insert(0, f"{len(origin)} rows of {len(parts)} data sets, one after the other")
     where = ", ".join(part.where for part in parts)
     are_of_test = any(part.are_of_test for part in parts)
     rows = _MixedRows(origin, parts[0].form, where, tuple(lines), are_of_test=are_of_test, origin=origin)
@@ -157,34 +139,8 @@ def mix(parts: Sequence[Rows], weights: Sequence[float] | None, seed: int) -> Ro
 
 
 def joined_sizes(rows: Rows) -> list[int]:
-    """The number of rows of each data set in what `mix` returned; one number for other rows."""
+    """The number of rows of each data set in what `join` returned; one number for other rows."""
     return [*map(len, rows.origin.parts)] if isinstance(rows, _MixedRows) and rows.origin else [len(rows)]
-
-
-def _shares(parts: Sequence[Rows], weights: Sequence[float]) -> list[int]:
-    """Rows of each data set: its share of all rows; what rounding leaves goes to the largest fractions."""
-    exact = [Fraction(weight) for weight in weights]
-    total = sum(len(part) for part in parts)
-    wanted = [total * weight / sum(exact) for weight in exact]
-    counts = [int(share) for share in wanted]
-    by_fraction = sorted(range(len(parts)), key=lambda number: (counts[number] - wanted[number], number))
-    for number in by_fraction[: total - sum(counts)]:
-        counts[number] += 1
-    for part, weight, share in zip(parts, weights, counts, strict=True):
-        if not share:
-            raise DataError(
-                f"The weight {weight:g} takes no row of this data set, of {total} rows in all.",
-                where=f"dataset_weights, {part.where}",
-                hint="raise its weight, or leave the data set out",
-            )
-    return counts
-
-
-def _choose(num_rows: int, count: int, seed: int, number: int) -> Iterator[int]:
-    """`count` rows out of `num_rows`: all of them as often as they fit, then a random part of them, in order."""
-    for _ in range(count // num_rows):
-        yield from range(num_rows)
-    yield from sorted(permute(at, num_rows, seed=seed, epoch=number) for at in range(count % num_rows))
 
 
 #: Without a split to evaluate on, a tenth of the rows is held out, at most this many. The number must not depend on
@@ -212,12 +168,12 @@ def load_rows(config: Config, split: Part) -> Rows:
     """
     each = load_rows_of_each(config, split)
     if split == "train":
-        return _joined([*{id(rows): rows for rows in each}.values()], config)
+        return _joined([*{id(rows): rows for rows in each}.values()])
     sets: dict[Hashable, Rows] = {}  # agents with other parts of one data set are evaluated on the same rows
     for own, rows in zip(config.evaluated_on, each, strict=True):
         if own not in sets or rows.num_trained_on > sets[own].num_trained_on:  # of equal ones the most trained on
             sets[own] = rows
-    return _joined([*sets.values()], config)
+    return _joined([*sets.values()])
 
 
 def load_rows_of_each(config: Config, split: Part) -> list[Rows]:
@@ -229,7 +185,7 @@ def load_rows_of_each(config: Config, split: Part) -> list[Rows]:
         DataError: see `load_rows`.
     """
     if split != "train" and config.eval_dataset_names:
-        found = _joined([_validation_rows(config, name) for name in config.eval_dataset_names], config)
+        found = _joined([_validation_rows(config, name) for name in config.eval_dataset_names])
         return [replace(found, are_answers=_are_answers(config, split))] * config.num_agents
     known: dict[Hashable, Rows] = {}
     each = [(tuple(getattr(own, key) for key in ROWS_KEYS), own) for own in config.rows_of_each]
@@ -242,14 +198,13 @@ def load_rows_of_each(config: Config, split: Part) -> list[Rows]:
 def _rows_of(config: Config, split: Part) -> Rows:
     """The rows of a configuration without own data sets of agents."""
     if split != "train":
-        found = _joined([_evaluation_rows(config, name) for name in config.dataset_names], config)
+        found = _joined([_evaluation_rows(config, name) for name in config.dataset_names])
         return replace(found, are_answers=_are_answers(config, split))
-    parts = [_training_rows(config, name) for name in config.dataset_names]
-    return parts[0] if len(parts) == 1 else mix(parts, config.dataset_weights, config.seed)
+    return _joined([_training_rows(config, name) for name in config.dataset_names])
 
 
-def _joined(parts: Sequence[Rows], config: Config) -> Rows:
-    return parts[0] if len(parts) == 1 else mix(parts, None, config.seed)
+def _joined(parts: Sequence[Rows]) -> Rows:
+    return parts[0] if len(parts) == 1 else join(parts)
 
 
 def recognised(
@@ -395,8 +350,9 @@ def _at_most(config: Config, name: str, rows: Sequence[int]) -> tuple[Sequence[i
 
 
 def _selected(config: Config, data: Any, where: str, numbers: Sequence[int], notes: Sequence[str]) -> Rows:
-    columns = ((part, getattr(config, f"{part}_column")) for part in ("prompt", "answer", "text", "label"))
-    named = {part: name for part, name in columns if name is not None}
+    answer = "label" if config.text_column else "answer"
+    columns = {"prompt": config.prompt_column, answer: config.answer_column, "text": config.text_column}
+    named = {part: name for part, name in columns.items() if name is not None}
     some, own = (data, None) if len(numbers) == len(data) else (data.select(numbers), numbers)
     return recognised(some, where, notes, named=named, numbers=own, wanted=row_kind(config))
 

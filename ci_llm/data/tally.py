@@ -1,7 +1,7 @@
 """What became of the rows of a data set while they were tokenised: kept, cut or left out, and what agents miss in them.
 
-Rows too long are cut into blocks, cut at the end or left out; rows with nothing left to learn are left out. A `Tally`
-counts all of these, for the lines and errors that say so.
+A plain text that is too long is cut into blocks, another row at its end; rows with nothing left to learn are left
+out. A `Tally` counts all of these, for the lines and errors that say so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MARKED = "marked by weight or loss_weight 0, or by train, training or loss fals
 
 
 #: Why a row is left out.
-Reason = Literal["lacking", "unlearned", "answer too far", "too long", "refused"]
+Reason = Literal["lacking", "unlearned", "answer too far", "refused"]
 
 
 @dataclass
@@ -33,7 +33,6 @@ class Tally:
     """Counts of rows kept and cut, and of those left out by their reason."""
 
     max_seq_length: int
-    long_rows: str = "truncate"
     rows: int = 0
     kept_rows: int = 0
     cut: int = 0
@@ -96,9 +95,7 @@ class Tally:
         count, limit = len(whole.input_ids), self.max_seq_length
         if count <= limit:
             yield whole
-        elif self.long_rows == "drop":
-            self.left_out["too long"] += 1
-        elif self.long_rows == "split" and isinstance(row, Completion) and row.prompt is None:
+        elif isinstance(row, Completion) and row.prompt is None:
             self.split += 1
             # A block begins with the last token of the one before, which it does not learn: all others follow one.
             for start in range(0, count - 1, limit - 1):
@@ -115,9 +112,7 @@ class Tally:
         """A pair, a rated or a labelled row, whose branches are cut, or left out together."""
         limit, longest = self.max_seq_length, max(len(whole.input_ids) for whole in wholes)
         cut = [without_end(_part(whole, 0, limit), self.pad) for whole in wholes]
-        if longest > limit and self.long_rows == "drop":
-            self.left_out["too long"] += 1
-        elif not (is_labelled or all(part.supervised.any() for part in cut)):
+        if not (is_labelled or all(part.supervised.any() for part in cut)):
             self.left_out["answer too far"] += 1
         elif len(cut) == 2 and np.array_equal(cut[0].input_ids, cut[1].input_ids):
             self.left_out["lacking"] += 1  # they differ after the cut, or not at all as tokens
@@ -193,7 +188,7 @@ class Tally:
             evaluated: the rows are to evaluate on.
         """
         columns = ", ".join(rows.form.columns.values())
-        if self.left_out["answer too far"] or self.left_out["too long"]:
+        if self.left_out["answer too far"]:
             hint = f"raise max_seq_length (the longest row has {self.longest} tokens)"
         elif self.left_out["unlearned"]:
             hint = "weight 1, or no weight, lets an answer be learned"
@@ -211,7 +206,6 @@ class Tally:
             "lacking": self.lacking,
             "unlearned": f"whose answers are all {_MARKED}",
             "answer too far": f"whose answer begins after max_seq_length {self.max_seq_length}",
-            "too long": f"of more than max_seq_length {self.max_seq_length} tokens",
             "refused": "that the chat template cannot show"
             f" ({'; '.join(f'{count}: {why}' for why, count in self.refused.most_common(3))})",
         }

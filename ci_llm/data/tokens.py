@@ -217,7 +217,6 @@ def tokenize(
     max_seq_length: int,
     cache_folder: Path | None = None,
     train_on_prompt: bool = False,
-    long_rows: str = "truncate",
     learn_preferred: bool = False,
     classes: Sequence[str] = (),
     pad: int | None = None,
@@ -232,12 +231,11 @@ def tokenize(
         cache_folder: made if it is missing; may be shared by runs, processes and machines. None: that in the cache of
             `datasets`, which HF_DATASETS_CACHE or HF_HOME may have moved.
         train_on_prompt: learn every token of a row, and not only what the assistant says.
-        long_rows: what becomes of longer rows: truncate, drop or split; see the key of this name.
         learn_preferred: learn every token of the chosen row of a pair.
         classes: the names of the classes of labelled rows, by number; without any, labels are numbers.
         pad: leave out this token at the end of pairs, rated and labelled rows.
         evaluated: the rows are to evaluate on, for messages.
-        chat_date: what the clock of a chat template says; see the key of this name.
+        chat_date: the day that the clock of a chat template says; None: that of the call.
         main_process_first: a context that the main process enters and leaves before the others enter it.
 
     Raises:
@@ -253,13 +251,13 @@ def tokenize(
     """
     encoder = Encoder(tokenizer, train_on_prompt=train_on_prompt, chat_date=chat_date)
     content = [FORMAT, rows.fingerprint, tokenizer_fingerprint(tokenizer), encoder.template, max_seq_length]
-    content += [*["train_on_prompt"] * train_on_prompt, *["learn_preferred"] * learn_preferred, long_rows]
+    content += [*["train_on_prompt"] * train_on_prompt, *["learn_preferred"] * learn_preferred]
     content += [*classes, *([] if pad is None else [pad]), *([chat_date] if encoder.has_clock else [])]
     name = f"{xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}.arrow"
     path = (cache_folder or _default_cache()) / name
     with main_process_first or nullcontext():
         if not _is_whole(path):
-            tally = Tally(max_seq_length, long_rows, learn_prompt=learn_preferred, classes=(*classes,), pad=pad)
+            tally = Tally(max_seq_length, learn_prompt=learn_preferred, classes=(*classes,), pad=pad)
             _write(path, rows, encoder, tally, evaluated=evaluated)
     return TokenizedRows(rows, path)
 

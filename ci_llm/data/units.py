@@ -171,7 +171,7 @@ def class_names(labels: Iterable[Label], num_labels: int | None, where: str) -> 
             f"the rows have {'more than ' * numbered}{len(names)} different labels, such as {sorted(found)[0]!r}",
             where=f"{where}, label",
             hint=f"num_labels={len(names)}, if these are classes, of which there are at most {MOST_CLASSES};"
-            " objective=regression predicts numbers; label_column= names another column",
+            " objective=regression predicts numbers; text_column= with answer_column= names another column",
         )
     return names
 
@@ -196,7 +196,7 @@ def number_of(label: Label, classes: Sequence[str], place: str) -> float:
             return classes.index(name)
         known = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
         what = f"the label {name!r} is none of {len(classes)} classes: {known}"
-        hint = "label_names= lists all classes, or num_labels= where they are numbers; or repair the row"
+        hint = "every class needs a row to train on, or num_labels=N where classes are numbers; or repair the row"
     else:
         with contextlib.suppress(ValueError):
             number = float(label)

@@ -64,8 +64,7 @@ class StepSums:
 
     Attributes:
         losses: [K] loss of every agent.
-        targets: [K] what divides it, where agents have rows of their own or the objective is one of `Preferences`;
-            empty: what is in the ballot.
+        targets: [K] what divides it: targets of its own rows, or units where an objective counts these.
         diversity: the diversity of the crowd.
         tokens: packed ones.
         metrics: [K] of every agent sum and count of each metric of the objective, one after the other.
@@ -78,9 +77,9 @@ class StepSums:
     metrics: tuple[tuple[float, ...], ...] = ()
 
     @staticmethod
-    def size(num_agents: int, *, own_targets: bool, metrics: int = 0) -> int:
+    def size(num_agents: int, *, metrics: int = 0) -> int:
         """How many numbers they are."""
-        return num_agents * (1 + own_targets + 2 * metrics) + 2
+        return 2 * num_agents * (1 + metrics) + 2
 
     @staticmethod
     def pack(
@@ -91,14 +90,14 @@ class StepSums:
         Args:
             metrics: [K, M, 2] sums and counts of M metrics.
         """
-        counts = [torch.tensor(targets).to(losses, non_blocking=True)] if targets else []
+        counts = torch.tensor(targets).to(losses, non_blocking=True)
         measured = [] if metrics is None else [metrics.flatten()]
-        return torch.cat([losses, *counts, diversity[None], losses.new_full((1,), tokens), *measured])
+        return torch.cat([losses, counts, diversity[None], losses.new_full((1,), tokens), *measured])
 
     @classmethod
     def unpack(cls, sums: Sequence[float], num_agents: int) -> StepSums:
         """The sums of a verdict."""
-        at = num_agents * (1 + (len(sums) > num_agents + 2))  # there are targets
+        at = 2 * num_agents
         (diversity, tokens), measured = sums[at : at + 2], sums[at + 2 :]
         size = len(measured) // num_agents
         metrics = tuple(tuple(measured[k * size : (k + 1) * size]) for k in range(num_agents)) if size else ()

@@ -147,7 +147,6 @@ class CheckContext:
         manager = CheckpointManager(
             config.run_folder,
             save_interval_steps=None,
-            async_save=config.async_save,
             checkpoint_backend=config.checkpoint_backend,
             processes=self.processes,
             interrupts=self.interrupts,

@@ -108,7 +108,6 @@ def _tokenize_samples(
             train_on_prompt=context.config.train_on_prompt,
             learn_preferred=learns_preferred(context.config, rows),
             **how_tokenized(context.config, context.shape, tokenizer),
-            long_rows=context.config.long_rows,
             evaluated=evaluated,
             cache_folder=context.scratch / "tokens",
             main_process_first=context.processes.main_process_first(),

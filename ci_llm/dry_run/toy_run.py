@@ -19,7 +19,6 @@ from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.objective import Objective
-from ci_llm.data.agent_rows import first_rows
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import use_chat_template
 from ci_llm.data.prompts import Prompter, form_of, last_answer
@@ -27,9 +26,9 @@ from ci_llm.data.units import Unit
 from ci_llm.dry_run.context import TOY_STEPS, CheckContext
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send
+from ci_llm.run.conclusion import conclude
 from ci_llm.run.context import Resources, Run
 from ci_llm.run.end.mirroring import RunMirror
-from ci_llm.run.job import conclude
 from ci_llm.run.loop import Batches, compute_gradients, steps, train
 from ci_llm.run.setup import assemble, build_crowd, set_determinism
 from ci_llm.run.start.loading import open_base, training_rows
@@ -58,7 +57,7 @@ def model(context: CheckContext) -> str:
     start = time.perf_counter()
     run.measure(compute_gradients)
     took = f"the digest of a layer takes {duration(time.perf_counter() - start)}"
-    agents = f"{run.crowd.num_agents} agents of {short(run.crowd.agents.weights.shape[1])}"
+    agents = f"{run.crowd.num_agents} agents of {short(run.crowd.storage.weights.shape[1])}"
     return f"{short(parameters)} parameters, {agents}, rows {run.crowd.route}; {took}{_repeated(run)}"
 
 
@@ -77,10 +76,10 @@ def _repeated(run: Run) -> str:
 def two_steps(context: CheckContext) -> str:
     """Two optimizer steps: every loss is finite, and every agent moves."""
     run = context.run
-    before = run.crowd.agents.weights.clone()
+    before = run.crowd.storage.weights.clone()
     run.log.open(1)
     _uninterrupted(train(run, steps(run)))
-    moved = (run.crowd.agents.weights != before).any(1).tolist()
+    moved = (run.crowd.storage.weights != before).any(1).tolist()
     losses, speed = run.processes.broadcast_object(_logged(run))
     if not all(moved) or not all(map(math.isfinite, losses)):
         raise CiLlmError(
@@ -113,7 +112,7 @@ def checkpoint(context: CheckContext) -> str:
     if result is not None and not result.saved:
         raise CheckpointError(result.note, where=str(run.config.run_folder), hint="give an output_dir on another disk")
     wanted = _bits(run.contents())
-    run.crowd.agents.weights.fill_(math.nan)
+    run.crowd.storage.weights.fill_(math.nan)
     for moments in run.optimizer.state.values():
         for tensor in moments.values():
             tensor.zero_()
@@ -180,17 +179,17 @@ def diversity(context: CheckContext) -> str:
     run = context.run
     if not isinstance(run.objective, Objective):
         return f"none: objective {run.config.objective}"
-    examples = first_rows(run.rows)
+    examples = run.courses.each[0].rows
     rows = [examples[number] for number in range(min(2, len(examples)))]
     batch = pack(rows, range(len(rows))).to(run.crowd.device)
-    kept = run.crowd.agents.weights.clone()
+    kept = run.crowd.storage.weights.clone()
     generator = generator_for(run.config.seed, "dry run")
     noise = torch.randn(kept.shape, generator=generator).to(kept) * NOISE
     try:
         alike, _ = _diversity_of(run, torch.zeros_like(noise), batch)  # agents of any shape are then the base itself
         apart, gradient = _diversity_of(run, noise, batch)
     finally:
-        run.crowd.agents.weights.copy_(kept)
+        run.crowd.storage.weights.copy_(kept)
     if not (math.isfinite(gradient) and abs(alike) < 1e-3 < 1e3 and (apart > alike or len(kept) == 1)):
         raise CiLlmError(
             f"diversity {run.objective.diversity}: {alike:.3g} of equal agents, {apart:.3g} of others,"
@@ -204,12 +203,12 @@ def diversity(context: CheckContext) -> str:
 
 def _diversity_of(run: Run, weights: Tensor, batch: Batch) -> tuple[float, float]:
     """(the diversity term per target, the norm of the gradient of the whole loss) with these weights."""
-    run.crowd.agents.weights.copy_(weights)
-    run.crowd.agents.begin_step(0)
+    run.crowd.storage.weights.copy_(weights)
+    run.crowd.storage.begin_step(0)
     with run.processes.autocast():
-        loss = run.objective(run.crowd(batch), batch, 0)
+        loss = run.objective(run.crowd(batch), 0)
     loss.total.backward()
-    return float(loss.diversity) / batch.num_targets, float(run.crowd.agents.gradients.norm())
+    return float(loss.diversity) / batch.num_targets, float(run.crowd.storage.gradients.norm())
 
 
 def generation(context: CheckContext) -> str:
@@ -218,7 +217,7 @@ def generation(context: CheckContext) -> str:
     if run.crowd.settings.outputs:
         return f"none: agents of objective {run.config.objective} have heads"
     assert run.crowd.prompter is not None
-    examples = first_rows(run.rows)
+    examples = run.courses.each[0].rows
     asked = [examples[number] for number in range(min(2, len(examples)))]
     starts = [row.prompts[0] if isinstance(row, Unit) else last_answer(row).start for row in asked]
     prompts = [row.input_ids[:start].tolist() for row, start in zip(asked, starts, strict=True)]

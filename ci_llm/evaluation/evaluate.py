@@ -28,6 +28,7 @@ from ci_llm.crowd import scoring
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration, fit, learn
 from ci_llm.crowd.card import public_name
+from ci_llm.crowd.generation import targets_of
 from ci_llm.crowd.given_path import is_base, require_checkpoint
 from ci_llm.crowd.judging import Classes, Ranking, rank
 from ci_llm.crowd.metrics import Reader
@@ -41,7 +42,6 @@ from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.errors import OutOfMemory
 from ci_llm.evaluation import loading
 from ci_llm.evaluation.predictions import (
-    LEAST_OF_EACH,
     Predictions,
     Row,
     Source,
@@ -50,9 +50,9 @@ from ci_llm.evaluation.predictions import (
     sureness,
     sureness_record,
 )
-from ci_llm.lora.layer import NOBODY
+from ci_llm.lora.reading import NOBODY
 from ci_llm.objectives import objective_of
-from ci_llm.report.scores import surest_first
+from ci_llm.report.scores import failed_rows
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,6 @@ def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progr
             rows = predictions.rows
             if calibrated is not None:
                 job.crowd.calibration = _calibration(job, rows)
-                write_json(calibrated, job.crowd.calibration.record())
         else:
             if not job.crowd.settings.outputs:
                 loading.refuse_unanswerable(job)
@@ -138,7 +137,8 @@ def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progr
             scores, base = _fitting(job, lambda job: _score(job, progress))
             if calibrated is not None:
                 scores = _calibrated(job, scores)
-                write_json(calibrated, job.crowd.calibration.record())  # type: ignore[union-attr]
+        if calibrated is not None and job.crowd.calibration is not None:
+            write_json(calibrated, job.crowd.calibration.record())
     return Evaluation(
         record=_record(job, scores, base, rows),
         lines=_lines(job),
@@ -224,12 +224,9 @@ def _answer(job: loading.Job, predictions: Predictions, progress: Progress) -> N
     answered = _answers_to(job, batches, job.config.aggregator)
     of_base = _answers_to(job, batches, "probability", NOBODY) if job.names else None
     for batch in batches:
-        predictions.append(
-            [
-                _row(job, answers, answers if of_base is None else next(of_base))
-                for answers in islice(answered, len(batch))
-            ]
-        )
+        ours = [*islice(answered, len(batch))]
+        bases = ours if of_base is None else islice(of_base, len(batch))
+        predictions.append([_row(job, *both) for both in zip(ours, bases, strict=True)])
         progress("answering", batch[-1] + 1, total)
 
 
@@ -293,7 +290,7 @@ def _prompt(job: loading.Job, number: int) -> str:
 def _learn(job: loading.Job, progress: Progress) -> Learned:
     """The numbers for aggregators with learned weights, by two passes over the rows."""
     passes = iter(_PASSES)
-    return learn(lambda: scoring.targets_of(job.crowd, _batches(job, progress, next(passes))))
+    return learn(lambda: targets_of(job.crowd, _batches(job, progress, next(passes))))
 
 
 def _calibrated(job: loading.Job, scores: scoring.Scores) -> scoring.Scores:
@@ -351,38 +348,36 @@ _NOBODY: Final[dict[str, Any]] = {"agents": [], "crowd": None}
 
 def _record(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, rows: Sequence[Row]) -> dict[str, Any]:
     config, (right, base_right) = job.config, _judged(job, rows)
-    task = job.request.data or config.task
-    forced = scoring.evaluation_record(scores, task, config.aggregator, job.tokenized.rows.trained_on)
-    heads = bool(job.crowd.settings.outputs)
+    heads, names, aggregator = bool(job.crowd.settings.outputs), job.crowd.names, config.aggregator
+    task, trained_on = job.request.data or config.task, job.tokenized.rows.trained_on
     record = {
-        **({} if scores.judged is None else {scores.judged.key: scores.judged.record()}),
-        **scoring.merge_records(forced, right, heads=heads),
+        **scoring.evaluation_record(
+            scores, right, task=task, aggregator=aggregator, trained_on=trained_on, heads=heads
+        ),
         "step": job.saved.step,
         "data": [job.tokenized.rows.where],
         "judged_by": job.judged_by,
-        **({} if heads else {"base": scoring.base_record(base, base_right)}),
+        "left_out": 0 if heads else job.questions.left_out,
     }
+    if not heads:
+        record["base"] = scoring.base_record(base, base_right)
     if not job.names:
         record |= {"exact_match": _NOBODY, "nll": _NOBODY, "teacher_forced": None}
-    elif job.crowd.names != default_names(job.crowd.num_agents):
-        record["folders"] = job.crowd.names
+    elif names != default_names(job.crowd.num_agents):
+        record["folders"] = names
     rates = [own.learning_rate for own in config.each_agent]
     if job.saved.run_config is not None and len(rates) == len(job.names):
         record["learning_rates"] = rates
     if config.agents and len(job.names) > 1:
         record["best_agent"] = scoring.best_agent(scores, right, job.judged_by)
-    if job.names != job.crowd.names:
+    if job.names != names:
         record["names"] = job.names
+    below = job.request.abstain_below
     if right is not None:
-        below = job.request.abstain_below
-        sure = sureness_record(rows, job.crowd.calibration, config.aggregator, abstain_below=below)
-        return {**record, "left_out": job.questions.left_out, "sureness": sure}
-    if isinstance(scores.judged, Classes):
-        sure = sureness("probability", scores.judged.everyone[-1].amax(-1), scores.right[-1], job.request.abstain_below)
-        return {**record, "left_out": 0, "sureness": sure}
-    if heads:
-        return {**record, "left_out": 0}
-    return {**record, "left_out": job.questions.left_out, **_text_figures(job, scores, base)}
+        record["sureness"] = sureness_record(rows, job.crowd.calibration, aggregator, abstain_below=below)
+    elif isinstance(scores.judged, Classes):
+        record["sureness"] = sureness("probability", scores.judged.everyone[-1].amax(-1), scores.right[-1], below)
+    return record if right is not None or heads else record | _text_figures(job, scores, base)
 
 
 def _text_figures(job: loading.Job, scores: scoring.Scores, base: scoring.Scores) -> dict[str, Any]:
@@ -444,26 +439,6 @@ def _aggregator_name(job: loading.Job) -> str:
     return f"{name} {xxhash.xxh3_128_hexdigest(json.dumps(asdict(learned)).encode())[:8]}"
 
 
-def sureness_lines(evaluation: Evaluation) -> Iterator[str]:
-    """Lines that say how far the numbers of how sure the crowd is can be trusted."""
-    sure = evaluation.record.get("sureness")
-    if sure is None:
-        return
-    right, wrong = sure["right"], sure["rows"] - sure["right"]
-    are_few = sure["auroc"] is None or min(right, wrong) < LEAST_OF_EACH
-    area = f"no AUROC below {LEAST_OF_EACH} of each" if are_few else f"{sure['auroc']:.3f} AUROC of wrong answers"
-    yield (
-        f"{sure['by']}, {right} right and {wrong} wrong: {area}, {sure['calibration_error']:.3f} calibration error"
-        f" ({sure['calibration_error_by_chance']:.3f} by chance alone),"
-        f" {sure['exact_match_at_coverage']:.3f} right of the surest {sure['coverage']:.0%}"
-    )
-    if cut := sure.get("abstention"):
-        right = "none" if cut["exact_match"] is None else f"{cut['exact_match']:.3f} of them right"
-        yield f"answers of at least {cut['below']:g}: {cut['answered']:.0%} of the rows, {right}"
-    if evaluation.calibrated:
-        yield f"calibrated on these rows, in {evaluation.calibrated}: judge it on others"
-
-
 def failed_lines(evaluation: Evaluation, most: int) -> Iterator[str]:
     """A line for each row that the crowd answered wrong, beginning with those of which it was most sure.
 
@@ -479,11 +454,6 @@ def failed_lines(evaluation: Evaluation, most: int) -> Iterator[str]:
         )
     if len(failed) > most:
         yield f"... and {len(failed) - most} more: --failed {len(failed)}"
-
-
-def failed_rows(rows: Sequence[Row]) -> list[Row]:
-    """The rows that the crowd answered wrong, beginning with those of which it was most sure."""
-    return sorted((row for row in rows if row["correct"] is False), key=surest_first)
 
 
 def _short(text: str, width: int) -> str:

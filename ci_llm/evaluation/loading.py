@@ -29,7 +29,7 @@ from ci_llm.data.sources import joined_sizes, load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.errors import BadInput, CiLlmError, ConfigError, DataError
 from ci_llm.lora.heads import how_tokenized
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import SFT, head_size, without_function
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Request:
         split: the split of the data set.
         max_samples: take at most so many rows, evenly spread.
         keys: the keys of the configuration that are changed for this evaluation.
-        metric: a module of `ci_llm.crowd.metrics`; None for exact_match, and for the NLL on free text.
+        metric: one of `ci_llm.crowd.metrics`; None for exact_match, and for the NLL on free text.
         batch_size: how many questions are answered at a time, and a quarter of the rows scored at a time; None for the
             batch size of the training.
         output: the predictions file; None for `predictions.jsonl` in the folder of the run.
@@ -298,7 +298,7 @@ def _tokenized(rows: Rows, crowd: Crowd, config: Config) -> TokenizedRows:
     tokenizer = crowd.prompter.tokenizer
     heads = how_tokenized(config, crowd.model.config, tokenizer)
     try:
-        return tokenize(rows, tokenizer, max_seq_length=config.max_seq_length, long_rows=config.long_rows, **heads)
+        return tokenize(rows, tokenizer, max_seq_length=config.max_seq_length, **heads)
     except DataError as error:
         what = error.what.replace("to learn from", "to evaluate")
         raise DataError(what, where=error.where, hint=error.hint) from error

@@ -251,3 +251,18 @@ def sureness(
             "exact_match": float(is_right[given].mean()) if given.any() else None,
         }
     return record
+
+
+def sureness_lines(sure: Mapping[str, Any]) -> Iterator[str]:
+    """Lines that say how far the numbers of how sure the crowd is can be trusted, from a `sureness`."""
+    right, wrong = sure["right"], sure["rows"] - sure["right"]
+    are_few = sure["auroc"] is None or min(right, wrong) < LEAST_OF_EACH
+    area = f"no AUROC below {LEAST_OF_EACH} of each" if are_few else f"{sure['auroc']:.3f} AUROC of wrong answers"
+    yield (
+        f"{sure['by']}, {right} right and {wrong} wrong: {area}, {sure['calibration_error']:.3f} calibration error"
+        f" ({sure['calibration_error_by_chance']:.3f} by chance alone),"
+        f" {sure['exact_match_at_coverage']:.3f} right of the surest {sure['coverage']:.0%}"
+    )
+    if found := sure.get("abstention"):
+        right = "none" if found["exact_match"] is None else f"{found['exact_match']:.3f} of them right"
+        yield f"answers of at least {found['below']:g}: {found['answered']:.0%} of the rows, {right}"

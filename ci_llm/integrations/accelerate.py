@@ -45,7 +45,7 @@ from ci_llm.data.stateful_sampler import StatefulSampler
 from ci_llm.distributed.side_channel import TorchProcessGroup, run_collectively
 from ci_llm.errors import CheckpointError, ConfigError
 from ci_llm.integrations.saver import OWN_CHECKPOINTS, gather_object, require_same, restore_generators
-from ci_llm.lora.layer import SHAPE, LoraSettings
+from ci_llm.lora.settings import SHAPE, LoraSettings
 
 FOLDER = HOOKS_FOLDER
 # The last file that Accelerate writes on the main process, unless objects were registered for checkpointing. The files
@@ -68,7 +68,7 @@ def register_hooks(accelerator: Any) -> None:
         ConfigError: no crowd was prepared, or more than one; or FSDP, DeepSpeed or Megatron-LM writes the checkpoints.
 
     Examples:
-        >>> model, optimizer = accelerator.prepare(crowd, torch.optim.AdamW(crowd.agents.rows))
+        >>> model, optimizer = accelerator.prepare(crowd, torch.optim.AdamW(crowd.storage.rows))
         >>> ci_llm.register_hooks(accelerator)
         >>> _ = accelerator.save_state(str(folder / "state"))
         >>> (folder / "state" / "ci_llm" / "agent0" / "adapter_model.safetensors").is_file()
@@ -161,7 +161,7 @@ class _Hooks:
         models[:] = [model for model in models if not self._is_crowd(model)]
         state = self._read(Path(folder))
         for k, name in enumerate(self._crowd.names):
-            self._crowd.agents.load_agent(k, state[f"{name}/adapter_model"], folder)
+            self._crowd.agents[k].load_state_dict(state[f"{name}/adapter_model"], folder)
         for name, objects in self._stateful().items():
             for own, saved in zip(objects, state["accelerate"][name], strict=True):
                 own.load_state_dict(saved)

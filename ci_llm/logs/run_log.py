@@ -138,7 +138,6 @@ class RunLog:
         is_main_process: whether this process writes; the others drop their records.
         terminal: for the lines that people read; standard output by default.
         quiet: show nothing on the terminal but warnings and errors; training.log has everything.
-        live: whether a terminal shall have a live area; without one it gets lines of progress, as a file does.
         interval_s: seconds between two lines of progress.
         clock: seconds, monotonic.
     """
@@ -149,16 +148,13 @@ class RunLog:
         *,
         is_main_process: bool = True,
         terminal: TextIO | None = None,
-        live: bool = True,
         quiet: bool = False,
         interval_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._is_main_process, self._quiet = Path(folder), is_main_process, quiet
         self._speed, self._progress_lines = Speed(clock), ProgressLines(interval_s, clock)
-        self._terminal = Terminal(
-            terminal or sys.stdout, View(self._speed), live=live and is_main_process and not quiet
-        )
+        self._terminal = Terminal(terminal or sys.stdout, View(self._speed), live=is_main_process and not quiet)
         self._file, self._metrics = AppendedFile(self._folder / LOG_NAME), MetricsFile(self._folder / METRICS_NAME)
         self._attempt: int | None = None
         self._last_saved = -1

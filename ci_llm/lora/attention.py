@@ -27,7 +27,7 @@ from transformers.modeling_utils import AttentionInterface
 from ci_llm.core.determinism import generator_for
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.errors import ModelError, first_line
-from ci_llm.lora.layer import compute_dtype
+from ci_llm.lora.reading import compute_dtype
 
 Way = Literal["varlen", "rows", "explicit"]
 

@@ -30,9 +30,9 @@ from transformers import PreTrainedModel
 
 from ci_llm.base.quantized import QuantizedLinear
 from ci_llm.core.numerics import processor
-from ci_llm.lora.adapters import AgentStorage
-from ci_llm.lora.layer import AgentGroup, StackedLoRALinear, compute_dtype, dense, low_rank_gradients, product
+from ci_llm.lora.layer import AdaptedLinear, Stack, dense, low_rank_gradients, product
 from ci_llm.lora.passes import Head
+from ci_llm.lora.reading import compute_dtype
 
 #: The parts that `take` can make fast, in the order in which a run tries them.
 PARTS: Final = ("head", "norms", "rotation", "gate", "joined", "precision", "products", "attention")
@@ -220,23 +220,23 @@ class _JoinedLinears(torch.autograd.Function):
         cast: Tensor,
         _anchor: Tensor,
         layers: Sequence[nn.Linear | QuantizedLinear],
-        groups: Sequence[AgentGroup],
+        stacks: Sequence[Stack],
         by_onednn: bool,
     ) -> tuple[Tensor, ...]:
         (agents, rows, width), dtype = cast.shape, cast.dtype
-        adapters = [group.effective(dtype) for group in groups]
+        adapters = [stack.effective(dtype) for stack in stacks]
         a = torch.cat([a for a, _ in adapters], 1)
         h = torch.bmm(cast, a.mT)
         parts = h.split([b.shape[2] for _, b in adapters], 2)
         outputs, flat = [], cast.reshape(agents * rows, width)
-        for layer, group, (_, b), part in zip(layers, groups, adapters, parts, strict=True):
+        for layer, stack, (_, b), part in zip(layers, stacks, adapters, parts, strict=True):
             bias = None if layer.bias is None else layer.bias.to(dtype)
             weight = layer if isinstance(layer, QuantizedLinear) else layer.weight
             y = product(flat, dense(weight, dtype), bias, by_onednn=by_onednn).view(agents, rows, -1)
-            outputs.append(y.baddbmm_(part, b.mT, alpha=group.scaling))
+            outputs.append(y.baddbmm_(part, b.mT, alpha=stack.scaling))
         stored = [layer.weight for layer in layers if isinstance(layer, nn.Linear)]
         ctx.save_for_backward(cast, a, h, *(b for _, b in adapters), *stored)
-        ctx.layers, ctx.groups, ctx.dtype, ctx.by_onednn = layers, groups, x.dtype, by_onednn
+        ctx.layers, ctx.stacks, ctx.dtype, ctx.by_onednn = layers, stacks, x.dtype, by_onednn
         return tuple(outputs)
 
     @staticmethod
@@ -246,9 +246,9 @@ class _JoinedLinears(torch.autograd.Function):
         bs, stored = kept[: len(grads)], iter(kept[len(grads) :])
         agents, rows, _ = cast.shape
         grad_h, grad_x, grads_b, start = torch.empty_like(h), None, [], 0
-        for layer, group, grad, b in zip(ctx.layers, ctx.groups, grads, bs, strict=True):
+        for layer, stack, grad, b in zip(ctx.layers, ctx.stacks, grads, bs, strict=True):
             grad, part = grad.contiguous(), slice(start, start + b.shape[2])
-            grads_b.append(low_rank_gradients(grad, b, h[..., part], group.scaling, into=grad_h[..., part])[1])
+            grads_b.append(low_rank_gradients(grad, b, h[..., part], stack.scaling, into=grad_h[..., part])[1])
             start = part.stop
             weight = next(stored) if isinstance(layer, nn.Linear) else layer
             if ctx.needs_input_grad[0]:
@@ -259,8 +259,8 @@ class _JoinedLinears(torch.autograd.Function):
                 else:
                     grad_x.addmm_(flat, weight)
         grad_a = torch.bmm(grad_h.mT, cast).split([b.shape[2] for b in bs], 1)
-        for group, own_a, own_b in zip(ctx.groups, grad_a, grads_b, strict=True):
-            group.add_gradients(own_a, own_b)
+        for stack, own_a, own_b in zip(ctx.stacks, grad_a, grads_b, strict=True):
+            stack.add_gradients(own_a, own_b)
         if grad_x is None:
             return (None,) * 6
         return grad_x.view(cast.shape).baddbmm_(grad_h, a).to(ctx.dtype), None, None, None, None, None
@@ -274,16 +274,16 @@ class JoinedInput:
     layer that agents do not adapt, as it does for an agent alone.
     """
 
-    def __init__(self, layers: Sequence[StackedLoRALinear]) -> None:
+    def __init__(self, layers: Sequence[AdaptedLinear]) -> None:
         self._layers = layers
         self._input: Tensor | None = None
         self._left: dict[str, Tensor] = {}
         self._anchor = torch.zeros((), requires_grad=True)
 
-    def output(self, layer: StackedLoRALinear, x: Tensor) -> Tensor | None:
+    def output(self, layer: AdaptedLinear, x: Tensor) -> Tensor | None:
         """The output of the layer for the input [K·B, ..., in]; None if it has to compute that itself."""
         if self._input is not x or layer.name not in self._left:
-            chosen = self._chosen() if torch.is_grad_enabled() and layer.reading.in_storage else {}
+            chosen = self._chosen(x) if torch.is_grad_enabled() and layer.reading.in_storage else {}
             if layer.name not in chosen or len(chosen) == 1:
                 return None
             self._input, self._left = x, self._computed(x, chosen)
@@ -296,25 +296,26 @@ class JoinedInput:
         """Drop the outputs of a pass that was given up, as when memory ran out: they keep the whole pass in memory."""
         self._input, self._left = None, {}
 
-    def _computed(self, x: Tensor, chosen: dict[str, AgentGroup]) -> dict[str, Tensor]:
+    def _computed(self, x: Tensor, chosen: dict[str, Stack]) -> dict[str, Tensor]:
         """The outputs of the chosen layers by name."""
-        layers, groups = [each for each in self._layers if each.name in chosen], [*chosen.values()]
-        rows = (groups[0].end - groups[0].first, -1, layers[0].in_features)
+        layers, stacks = [each for each in self._layers if each.name in chosen], [*chosen.values()]
+        rows = (stacks[0].size, -1, layers[0].in_features)
         cast = layers[0].casts.input(x, compute_dtype(x)).reshape(rows)
         outputs = _JoinedLinears.apply(
-            x.reshape(rows), cast, self._anchor, [each.base_layer for each in layers], groups, layers[0].by_onednn
+            x.reshape(rows), cast, self._anchor, [each.base_layer for each in layers], stacks, layers[0].by_onednn
         )
         return {name: y.view(*x.shape[:-1], y.shape[-1]) for name, y in zip(chosen, outputs, strict=True)}
 
-    def _chosen(self) -> dict[str, AgentGroup]:
-        """The layers, by name, whose agents are one joinable group, with this group."""
-        found = {layer.name: layer.present_groups() for layer in self._layers}
-        return {name: groups[0] for name, groups in found.items() if len(groups) == 1 and groups[0].is_joinable}
+    def _chosen(self, x: Tensor) -> dict[str, Stack]:
+        """The layers, by name, whose input one stack reads, with this stack."""
+        rows = x.numel() // x.shape[-1]
+        found = {layer.name: layer.whole(rows) for layer in self._layers}
+        return {name: stack for name, stack in found.items() if stack and stack.gradients and not stack.drops}
 
 
-def _join(layers: Iterable[StackedLoRALinear]) -> None:
+def _join(layers: Iterable[AdaptedLinear]) -> None:
     """Give neighbouring layers that read one input a `JoinedInput`."""
-    found: dict[tuple[str, int], list[StackedLoRALinear]] = {}
+    found: dict[tuple[str, int], list[AdaptedLinear]] = {}
     for layer in layers:
         parent, _, name = layer.name.rpartition(".")
         for kind, names in enumerate(_NEIGHBOURS):
@@ -331,14 +332,16 @@ def _join(layers: Iterable[StackedLoRALinear]) -> None:
 _FORWARDS: Final[dict[str, Callable[[Any], Any]]] = {"norms": _norm_of, "rotation": _rotation_of, "gate": _gate_of}
 
 
-def take(model: PreTrainedModel, agents: AgentStorage, parts: Collection[str], kinds: Collection[type]) -> None:
+def take(
+    model: PreTrainedModel, layers: Collection[AdaptedLinear], parts: Collection[str], kinds: Collection[type]
+) -> None:
     """Compute these parts of a base with agents by fast kernels, and all others by the family's own code.
 
     Args:
         parts: some of `PARTS`; `CrowdModel` itself implements head, precision and attention.
         kinds: the classes of modules that may be changed, which are those in a trial.
     """
-    give_back(model, agents)
+    give_back(model, layers)
     for module in model.modules():
         if type(module) not in kinds or "forward" in vars(module):  # other libraries put their hooks there
             continue
@@ -347,15 +350,15 @@ def take(model: PreTrainedModel, agents: AgentStorage, parts: Collection[str], k
             if forward is not None:
                 module.forward = MethodType(forward, module)
     if "joined" in parts:
-        _join(agents.layers.values())
+        _join(layers)
     by_onednn = "products" in parts and model.device.type == "cpu" and onednn_is_faster()
-    for layer in agents.layers.values():
+    for layer in layers:
         layer.by_onednn = by_onednn
 
 
-def give_back(model: PreTrainedModel, agents: AgentStorage) -> None:
+def give_back(model: PreTrainedModel, layers: Collection[AdaptedLinear]) -> None:
     """Compute everything by the family's own code again."""
-    for layer in agents.layers.values():
+    for layer in layers:
         layer.joined, layer.by_onednn = None, False
     for module in model.modules():
         if any(is_fast(module, forward_of) for forward_of in _FORWARDS.values()):

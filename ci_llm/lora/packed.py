@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ci_llm.core.memory import free_host_memory
-from ci_llm.lora.layer import LEAST_ROWS, StackedLoRALinear, dense, product
+from ci_llm.lora.layer import LEAST_ROWS, AdaptedLinear, dense, product
 from ci_llm.lora.passes import Head
 
 #: The copy may take this share of the free memory.
@@ -40,7 +40,7 @@ class Packed:
     source: tuple[Any, ...]
 
     @classmethod
-    def of(cls, layers: Collection[StackedLoRALinear], head: Head, dtype: torch.dtype, *, by_onednn: bool) -> Packed:
+    def of(cls, layers: Collection[AdaptedLinear], head: Head, dtype: torch.dtype, *, by_onednn: bool) -> Packed:
         """Pack the weights of these layers and of the head in `dtype`; none of them without the memory for all.
 
         Args:
@@ -58,7 +58,7 @@ class Packed:
                 head = replace(head, weight=packed)
         return cls(dtype, weights, head, source)
 
-    def is_of(self, layers: Collection[StackedLoRALinear], head: Head, dtype: torch.dtype) -> bool:
+    def is_of(self, layers: Collection[AdaptedLinear], head: Head, dtype: torch.dtype) -> bool:
         """Whether these are the packed weights of these layers and this head, which have not changed since."""
         return self.dtype == dtype and self.source == _source(layers, head)
 
@@ -66,14 +66,14 @@ class Packed:
         """A copy of a crowd packs its own weights: torch cannot copy these."""
 
 
-def _plain(layers: Collection[StackedLoRALinear]) -> dict[nn.Module, Tensor]:
+def _plain(layers: Collection[AdaptedLinear]) -> dict[nn.Module, Tensor]:
     """The weights of linear layers that are in the memory of this process, neither sharded nor quantised."""
     linear = [layer for layer in layers if type(layer.base_layer) is nn.Linear]
     found: dict[nn.Module, Any] = {layer: layer.base_layer.weight for layer in linear}
     return {layer: weight for layer, weight in found.items() if type(weight) is nn.Parameter and not weight.is_meta}
 
 
-def _source(layers: Collection[StackedLoRALinear], head: Head) -> tuple[Any, ...]:
+def _source(layers: Collection[AdaptedLinear], head: Head) -> tuple[Any, ...]:
     weights = (*_plain(layers).values(), head.weight)
     return tuple((weight.data_ptr(), None if weight.is_inference() else weight._version) for weight in weights)
 

@@ -1,6 +1,6 @@
-"""A pass of rows through the frozen base with K agents on it, from token ids to log-probabilities of the targets.
+"""A pass of owned rows through the frozen base with agents on it, from token ids to log-probabilities of the targets.
 
-`Passes` takes rows packed or padded, in one pass for all agents or one for each. `target_log_probs` never holds all
+`Passes` takes rows packed or padded, of one agent, of all or of each its own. `target_log_probs` never holds all
 logits at once. `distance`, `tolerance` and `agrees_by_norm` say whether two passes agree.
 
 Legend: K agents, S targets, N packed tokens, R rows of the base's input (packed: K or 1), D hidden width,
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -26,11 +26,11 @@ from transformers import PreTrainedModel
 
 from ci_llm.base.targets import text_model
 from ci_llm.core.memory import is_out_of_memory
-from ci_llm.data.batches import AgentBatches, Batch, MicroBatch, padded, without_repeats
+from ci_llm.data.batches import Batch, MicroBatch, padded, without_repeats
 from ci_llm.errors import CiLlmError, ModelError
-from ci_llm.lora.adapters import AgentStorage
 from ci_llm.lora.attention import Segments
-from ci_llm.lora.layer import LEAST_ROWS, Reading, Shared, compute_dtype, product
+from ci_llm.lora.layer import LEAST_ROWS, product
+from ci_llm.lora.reading import Reading, compute_dtype
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
@@ -269,33 +269,13 @@ Laid = tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...], Tensor | slice]
 
 
 @dataclass(frozen=True)
-class Part:
-    """One pass of a micro-batch.
-
-    Attributes:
-        rows: the rows that it reads.
-        agent: the only agent of the pass; None if it is a pass of all agents.
-        layers: the `Reading` of the layers.
-        shared: the results shared with the other agents' passes; None if it is the only pass.
-    """
-
-    rows: MicroBatch
-    agent: int | None
-    layers: Reading
-    shared: Shared | None
-
-    def reading(self) -> AbstractContextManager[None]:
-        """Set whose rows the layers read. The backward pass belongs inside too, because layers may be recomputed."""
-        return self.layers.of(self.agent, shared=self.shared)
-
-
-@dataclass(frozen=True)
 class Passes:
-    """Passes of rows through a base with agents on it.
+    """Passes of owned rows through a base with agents on it.
 
     Attributes:
         model: the base.
-        agents: the agents on its layers.
+        reading: whose tokens the layers read.
+        ready: casts the agents' weights for the pass inside; see `AgentStorage.ready`.
         pad_id: the token id of pads and spare tokens.
         packed: whether rows lie end to end; otherwise they lie side by side in a rectangle.
         own_precision: run a base that is stored in autocast's dtype without autocast.
@@ -304,73 +284,47 @@ class Passes:
     """
 
     model: PreTrainedModel
-    agents: AgentStorage
+    reading: Reading
+    ready: Callable[..., AbstractContextManager[None]]
     pad_id: int
     packed: bool
     own_precision: bool = False
     share_prompts: bool = False
     fast_attention: bool = False
 
-    def states(self, batch: Batch) -> Tensor:
-        """Final hidden states [K, N, D] of the agents that read these rows, in packed order; K is 1 for one agent."""
-        if self.agents.pass_per_agent and self.agents.reading.agent is None:
-            return torch.cat([self._states_of(part) for part in self.parts(batch)])
-        copies = self.agents.settings.num_agents if self.agents.reading.agent is None else 1
-        if self.packed:
-            ids, positions, bounds, before, places = self._laid(batch)
-            return self._end_to_end(ids.expand(copies, -1), positions, bounds, before)[:, places]
-        inputs, (rows, columns) = self._rectangle(batch)
-        states = self._hidden({name: each.repeat(copies, 1) for name, each in inputs.items()})
-        return states.unflatten(0, (copies, batch.num_rows))[:, rows, columns]  # type: ignore[no-any-return]
+    def states(self, rows: MicroBatch) -> list[Tensor]:
+        """Final hidden states [n, N, D] of each batch for the n agents that read it, in packed order.
 
-    def states_of_each(self, batches: AgentBatches) -> Sequence[Tensor]:
-        """Final hidden states [1, N, D] of every agent on its own rows, in packed order; N is 0 without rows."""
-        parts = self.parts(batches)
-        if parts[0].agent is None:
-            return self._agent_after_agent(batches)
-        nothing = self.agents.weights.new_zeros(1, 0, 1)
-        found = {part.agent: self._states_of(part) for part in parts}
-        return [found.get(k, nothing) for k in range(len(batches.each))]
-
-    def parts(self, batch: MicroBatch) -> list[Part]:
-        """The passes that a micro-batch takes: one for all agents, or one for each agent that has a row in it.
-
-        Agents with padded rows of their own always take a pass each: a common rectangle would pad rows to another
-        length than alone.
+        Padded rows of several batches take a pass each: a common rectangle would pad rows to another length than alone.
         """
-        reading, each = self.agents.reading, isinstance(batch, AgentBatches)
-        if not (self.agents.pass_per_agent or (each and not self.packed)):
-            return [Part(batch, None, reading, None)]
-        shared = Shared(same_rows=not each)
-        rows = batch.each if isinstance(batch, AgentBatches) else [batch] * self.agents.settings.num_agents
-        return [Part(own, k, reading, shared) for k, own in enumerate(rows) if own is not None]
+        if len(rows) == 1:
+            return [self._of_one(*rows[0])]
+        if not self.packed:
+            return [self._of_one(*each) for each in rows]
+        laid = [self._laid(own.batch) for own in rows]
+        agents, each = (
+            [k for own in rows for k in own.agents],
+            [one for one, own in zip(laid, rows, strict=True) for _ in own.agents],
+        )
+        sizes = [len(one[0]) for one in each]
+        starts = [end - size for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        bounds = [start + bound for start, one in zip(starts, each, strict=True) for bound in one[2][1:]]
+        ids, positions = torch.cat([one[0] for one in each]), torch.cat([one[1] for one in each])
+        with self.reading.of(agents, sizes):
+            states = self._end_to_end(ids[None], positions, (0, *bounds), [back for one in each for back in one[3]])
+        parts = iter(part[:, one[4]] for part, one in zip(states.split(sizes, dim=1), each, strict=True))
+        return [_joined([*islice(parts, len(own.agents))]) for own in rows]
 
-    def _states_of(self, part: Part) -> Tensor:
-        assert isinstance(part.rows, Batch)
-        with part.reading():
-            return self.states(part.rows)
-
-    def _agent_after_agent(self, batches: AgentBatches) -> list[Tensor]:
-        """`states_of_each` by one pass over the packed rows of all agents, agent after agent."""
-        laid = [None if batch is None else self._laid(batch) for batch in batches.each]
-        sizes = [0 if own is None else len(own[0]) for own in laid]
-        spans = [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-        bounds = [span.start + bound for span, own in zip(spans, laid, strict=True) if own for bound in own[2][1:]]
-        before = [back for own in laid if own for back in own[3]]
-        ids, positions = torch.cat([own[0] for own in laid if own]), torch.cat([own[1] for own in laid if own])
-        with self.agents.reading.of(spans=spans):
-            states = self._end_to_end(ids[None], positions, (0, *bounds), before)
-        parts = zip(states.split(sizes, dim=1), laid, strict=True)
-        return [part if own is None else part[:, own[4]] for part, own in parts]
-
-    def cast_head(self, states: Tensor) -> Head:
-        """The head of the base for these states, which the passes of single agents cast once for all."""
-        head, shared = Head.of(self.model), self.agents.reading.shared
-        if shared is None:
-            return head
-        if shared.head is None:
-            shared.head = head.to(compute_dtype(states))
-        return shared.head  # type: ignore[no-any-return]
+    def _of_one(self, agents: tuple[int, ...], batch: Batch) -> Tensor:
+        """[n, N, D] of n agents that read one batch: the rows once for each."""
+        copies = max(len(agents), 1)
+        with self.reading.of(agents):
+            if self.packed:
+                ids, positions, bounds, before, places = self._laid(batch)
+                return self._end_to_end(ids.expand(copies, -1), positions, bounds, before)[:, places]
+            inputs, (rows, columns) = self._rectangle(batch)
+            states = self._hidden({name: each.repeat(copies, 1) for name, each in inputs.items()})
+        return states.unflatten(0, (copies, batch.num_rows))[:, rows, columns]  # type: ignore[no-any-return]
 
     def _end_to_end(self, ids: Tensor, positions: Tensor, bounds: Sequence[int], before: Sequence[int]) -> Tensor:
         """Final hidden states [R, N, D] of ids [R, N]."""
@@ -382,7 +336,7 @@ class Passes:
         dtype = compute_dtype(embedding)
         by_itself = self.own_precision and dtype == embedding.dtype
         without_autocast = torch.autocast(embedding.device.type, enabled=False) if by_itself else nullcontext()
-        with without_autocast, self.agents.ready(dtype, training=self.model.training):
+        with without_autocast, self.ready(dtype, training=self.model.training):
             return text_model(self.model)(**inputs, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
 
     def _laid(self, batch: Batch) -> Laid:
@@ -410,6 +364,10 @@ class Passes:
         return {name: inputs[name] for name in ("input_ids", "position_ids")}, index
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 def spare_tokens(model: PreTrainedModel, tokens: int, copies: int = 1) -> int:
     """How many tokens have to be added, so that an agent's bits do not depend on the number of agents.
 
@@ -424,9 +382,9 @@ def spare_tokens(model: PreTrainedModel, tokens: int, copies: int = 1) -> int:
     return max(0, -(-LEAST_ROWS // copies) - tokens)
 
 
-def recompute_layers(model: PreTrainedModel, agents: AgentStorage) -> None:
+def recompute_layers(model: PreTrainedModel, reading: Reading) -> None:
     """Switch activation checkpointing on: autograd keeps only the inputs of the base's layers."""
-    _checkpointing(model, "enable")({"use_reentrant": False, "context_fn": partial(_both_passes, agents)})
+    _checkpointing(model, "enable")({"use_reentrant": False, "context_fn": partial(_both_passes, reading)})
     # Transformers gives the embedded tokens a gradient, which reentrant checkpointing needs. Here the gradient would
     # pass through the layers below the first adapter, and recompute them for nothing.
     model.disable_input_require_grads()
@@ -445,7 +403,6 @@ def _checkpointing(model: PreTrainedModel, what: str) -> Callable[..., None]:
     return method
 
 
-def _both_passes(agents: AgentStorage) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _both_passes(reading: Reading) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of a layer's forward pass and of its recomputation, which must know whose tokens it reads."""
-    reading = agents.reading
-    return nullcontext(), reading.of(reading.agent, spans=reading.spans)
+    return nullcontext(), reading.of(reading.agents, reading.sizes)

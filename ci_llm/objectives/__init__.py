@@ -212,9 +212,9 @@ def measured_as(config: Any) -> str:
     return "reward" if needs.rows == "pairs" else "classification" if head_size(config) > 1 else "regression"
 
 
-def for_agent(objective: Objective, agent: int) -> Objective:
-    """The objective with the settings of one agent only, for a pass of its own."""
-    own = {name: value[agent : agent + 1] for name, value in vars(objective).items() if isinstance(value, Tensor)}
+def for_agents(objective: Objective, agents: slice | list[int]) -> Objective:
+    """The objective with the settings of some agents only."""
+    own = {name: value[agents] for name, value in vars(objective).items() if isinstance(value, Tensor)}
     return replace(objective, **own) if own else objective  # type: ignore[type-var]
 
 

@@ -11,7 +11,7 @@ from ci_llm.objectives import Evidence, Metrics, Needs, Objective
 
 @dataclass(frozen=True)
 class Classification(Objective):
-    """Keys: none; `num_labels` and `label_names` are about the rows."""
+    """Keys: none; `num_labels` is about the rows."""
 
     needs = Needs("labelled", head=True)
     metric_names = ("accuracy",)

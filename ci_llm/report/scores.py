@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ci_llm.core.durable import read_json, read_object
 from ci_llm.core.run_folder import SEGMENTS, SWEEP, parsed
@@ -26,6 +26,7 @@ from ci_llm.core.scores import (
 )
 
 Row = Mapping[str, Any]
+R = TypeVar("R", bound=Row)
 
 #: The lines above those of the agents.
 BASE, BEST = LEADING = ("base", "best agent")
@@ -349,13 +350,18 @@ def differences(
         yield Gain(mine["crowd"] - their["crowd"], half, False, rows, name)
 
 
-def surest_first(row: Row) -> float:
-    """A key that sorts predictions: minus the log-probability of the text, as the confidence of a long text is 0.
+def failed_rows(rows: Iterable[R]) -> list[R]:
+    """The rows that the crowd answered wrong, beginning with those of which it was most sure.
 
-    For a row without signals it is minus the confidence.
+    They are sorted by the log-probability of the text, as the confidence of a long text is 0; a row without signals by
+    its confidence.
     """
-    first = [*row.get("signals", ())][:1] or [row.get("confidence")]
-    return -first[0] if isinstance(first[0], int | float) else 0.0
+
+    def sure(row: Row) -> float:
+        first = [*row.get("signals", ())][:1] or [row.get("confidence")]
+        return -first[0] if isinstance(first[0], int | float) else 0.0
+
+    return sorted((row for row in rows if row["correct"] is False), key=sure)
 
 
 def _joined(own: Sequence[Row], other: Sequence[Row]) -> list[tuple[bool, bool]]:

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from ci_llm.agents.agent import courses_of
 from ci_llm.base.load import Base
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.cluster.deadline import Pace
+from ci_llm.cluster.deadline import STOPPED_BY_CALLBACK, Pace
 from ci_llm.config import Config
 from ci_llm.config.own_keys import AUTO
 from ci_llm.core.memory import unless_out_of_memory
@@ -27,16 +28,15 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.preferences import TrainedObjective
 from ci_llm.crowd.scoring import Scores
-from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows
+from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.batches import MicroBatch
-from ci_llm.data.order import AgentPlans, Plan
+from ci_llm.data.courses import Courses
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.end.mirroring import RunMirror
 from ci_llm.run.end.result import MORE_STEPS
-from ci_llm.run.end.shutdown import STOPPED_BY_CALLBACK
 from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.one_layer import NOT_A_STEP, choose, fixed_batch, kernels_of, layer_digest, longest_lengths
 from ci_llm.run.start.resume import RunCheckpoint
@@ -87,9 +87,6 @@ class Run(Resources):
     stay.
 
     Attributes:
-        learning_rates: for each agent the rate of a 0-based step, before any factor.
-        max_grad_norms: the clipping bound of each agent.
-        rows, plan: rows and order of the agents that stand in the crowd now; `checkpoint.rows` has the first ones.
         prepared: crowd, optimizer and loader as the loop takes them. `crowd` and `optimizer` are inside of these.
         batch_places: for each agent its place in the micro-batches that the attempt has prepared.
         checkpoint: collects what a checkpoint holds, and restores it.
@@ -98,21 +95,16 @@ class Run(Resources):
         last_scores: the scores after step `state.validation.step`; None: this attempt has not made them.
         exactness: how exactly this attempt resumes, for people; None for a fresh start.
         logs_next_steps: whether people are told at the end what to do next.
-        last_act: the last act of the attempt; see `Attempt.interrupted`.
     """
 
     base: Base
     crowd: Crowd
     objective: TrainedObjective
     optimizer: torch.optim.Optimizer
-    rows: TrainingRows
     eval_rows: EvaluationRows
     status: RunStatus
     state: TrainState
-    plan: Plan | AgentPlans
     total_steps: int
-    learning_rates: Sequence[Callable[[int], float]]
-    max_grad_norms: Sequence[float | None]
     last_good: LastGood
     nonfinite: NonFiniteResponse
     memory: MemoryRelief
@@ -131,7 +123,11 @@ class Run(Resources):
     last_scores: Scores | None = None
     exactness: str | None = None
     logs_next_steps: bool = True
-    last_act: Callable[[], str | None] = lambda: None
+
+    @property
+    def courses(self) -> Courses:
+        """The rows of the agents that stand in the crowd now, in their order; `checkpoint.rows` has the first ones."""
+        return courses_of(self.crowd.agents)
 
     @property
     def present_config(self) -> Config:
@@ -146,7 +142,7 @@ class Run(Resources):
     @property
     def info(self) -> dict[str, Any]:
         """The position of the run, for the manifest of a checkpoint."""
-        return self.checkpoint.info(self.state, self.plan.epoch(self.state.step)) | self.step_metrics.record()
+        return self.checkpoint.info(self.state, self.courses.epoch(self.state.step)) | self.step_metrics.record()
 
     def measure(self, train: Callable[[Run, int, list[MicroBatch]], Any], lengths: Sequence[int] = ()) -> None:
         """Find the names and the digest that tell whether another machine computes the same bits. A collective.
@@ -157,8 +153,8 @@ class Run(Resources):
         """
         bits, crowd = self.checkpoint.bits, self.crowd
         known = bits.get("layer", {}).get("lengths")
-        lengths = [*lengths] or known or longest_lengths(self.rows, self.micro_batch_size)
-        batch = fixed_batch(crowd, lengths, own_rows=isinstance(self.rows, AgentRows))
+        lengths = [*lengths] or known or longest_lengths(self.courses, self.micro_batch_size)
+        batch = fixed_batch(crowd, lengths, own_rows=self.courses.are_own)
         alike = self._measured()
         found, _ = unless_out_of_memory(partial(layer_digest, crowd, batch, partial(train, alike, NOT_A_STEP)))
         self.processes.follow()  # a process that ran out of memory owes its peers the rest of their gathers
@@ -175,7 +171,7 @@ class Run(Resources):
         """
         if self.config.kernels == PLAIN:
             return []
-        lengths, own_rows = longest_lengths(self.rows, self.micro_batch_size), isinstance(self.rows, AgentRows)
+        lengths, own_rows = longest_lengths(self.courses, self.micro_batch_size), self.courses.are_own
         train_alike = partial(train, self._measured(), NOT_A_STEP)
         return choose(self.crowd, lengths, train_alike, self.processes, own_rows=own_rows)
 
@@ -197,8 +193,8 @@ class Run(Resources):
         if threads != AUTO:
             torch.set_num_threads(threads)
             return None
-        lengths, own_rows = longest_lengths(self.rows, self.micro_batch_size), isinstance(self.rows, AgentRows)
-        how = [kernels_of(config, crowd), crowd.agents.pass_per_agent, lengths, crowd.agents.sizes]
+        lengths, own_rows = longest_lengths(self.courses, self.micro_batch_size), self.courses.are_own
+        how = [kernels_of(config, crowd), crowd.storage.pass_per_agent, lengths, crowd.storage.sizes]
         like = {**names(crowd.device)["machine"], "base": [self.base.fingerprint, config.mixed_precision], "how": how}
         batch = fixed_batch(crowd, lengths, own_rows=own_rows, most_targets=TARGETS)
         once = partial(layer_digest, crowd, batch, partial(train, self._measured(), NOT_A_STEP))
@@ -210,14 +206,14 @@ class Run(Resources):
         state = replace(self.state, loss_scale=None)
         # The fixed rows are single ones. For other kinds of rows they measure the passes, which all kinds share.
         objective = self.objective if isinstance(self.objective, Objective) else Objective()
-        optimizer = torch.optim.SGD(self.crowd.agents.rows)
+        optimizer = torch.optim.SGD(self.crowd.storage.rows)
         return replace(self, optimizer=optimizer, state=state, objective=objective)
 
     def whole_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> WholeStep:
         """The step as a whole, for objectives that need it; `micro_batches` are those of this process."""
         limit, seed = self.config.max_seq_length, self.config.seed
         return WholeStep(
-            step, micro_batches, self.crowd, self.processes, self.rows, self.plan, limit, seed, self.heartbeat.tick
+            step, micro_batches, self.crowd, self.processes, self.courses, limit, seed, self.heartbeat.tick
         )
 
     def contents(self, generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
@@ -227,14 +223,14 @@ class Run(Resources):
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a 0-based step before any factor; the mean if agents have different ones."""
-        rates = [rate(step) for rate in self.learning_rates]
+        rates = [agent.trained.learning_rate(step) for agent in self.crowd.agents]
         return rates[0] if len({*rates}) == 1 else fmean(rates)
 
     def call_event(self, event: Event, **values: Mapping[str, Any]) -> None:
         """Call the callbacks of an event. If one of them asks for a stop, the next vote tells all processes."""
         if self.callbacks:
             step = self.state.step
-            state = TrainerState(step, self.total_steps, self.plan.epoch(step), self.processes.is_main_process)
+            state = TrainerState(step, self.total_steps, self.courses.epoch(step), self.processes.is_main_process)
             with self.heartbeat.resting():
                 if self.callbacks.call_event(event, self.config, state, values) and not self.is_finished:
                     self.interrupts.request_stop(STOPPED_BY_CALLBACK)
@@ -248,14 +244,14 @@ class Run(Resources):
         """The position of the run, for people; `losses` are those of the step just taken."""
         step = self.state.step
         rate = self.last_learning_rate if step else None
-        done = self.state.tokens_seen, self.plan.epoch(step)
+        done = self.state.tokens_seen, self.courses.epoch(step)
         return Position(step, self.total_steps, losses, *done, rate, self.state.names)
 
     def outlook(self) -> Iterator[str]:
         """Lines for people: what a step consists of, how long the run is, and how its crowd will change."""
         steps, rows = self.total_steps, self.state.rows_per_step
         passes = math.ceil(rows / self.processes.num_processes / self.micro_batch_size)
-        epochs = ", ".join(f"{epoch:.3g}" for epoch in self.plan.epochs(steps))
+        epochs = ", ".join(f"{plan.epoch(steps):.3g}" for plan in self.courses.plans)
         of_each = " of each agent" if "," in epochs else ""
         yield (
             f"batch     {count(rows, 'row')} per step{of_each}: {self.processes.num_processes} process(es)"

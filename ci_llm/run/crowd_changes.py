@@ -21,12 +21,12 @@ from torch import Tensor
 
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.errors import BadInput
 from ci_llm.run.context import Run
-from ci_llm.run.setup import lengths_of
-from ci_llm.run.start.agent_settings import crowd_settings, objective_of, optimizer_groups, schedules
-from ci_llm.run.start.loading import rows_and_plan, steps_of
+from ci_llm.run.start.agent_settings import crowd_settings, objective_of, optimizer_groups, prepare_agents
+from ci_llm.run.start.loading import steps_of
 from ci_llm.run.start.resume import STOPPED
 from ci_llm.run.step.members import (
     CrowdChange,
@@ -81,16 +81,14 @@ def keep_agents(run: Run, members: Members, kept: Sequence[int]) -> None:
     run.manager.wait_until_copied()  # a save in flight still reads the storage that goes
     crowd, optimizer, config = run.crowd, run.optimizer, config_of(run.config, members)
     run.checkpoint.stopped.update(_adapters_of({*crowd.names} - {*members.folders}, crowd))
-    moments = [optimizer.state.get(crowd.agents.rows[place], {}) for place in kept]
+    moments = [optimizer.state.get(crowd.storage.rows[place], {}) for place in kept]
     crowd.keep_agents(crowd_settings(run.config, members), kept, members.folders)
-    run.rows, run.plan = rows_and_plan(run.config, run.checkpoint.rows, members, run.state.rows_per_step)
-    _fill(optimizer, optimizer_groups(config, crowd), moments)
+    _prepare_members(crowd, run.config, run.checkpoint.rows, replace(run.state, members=members), run.total_steps)
+    _fill(optimizer, optimizer_groups(crowd), moments)
     run.objective = objective_of(config, crowd)
     run.eval_rows = run.eval_rows.of_agents(kept)
     run.evaluator.rows, run.evaluator.objective = run.eval_rows, run.objective
-    run.learning_rates = schedules(config, run.total_steps)
-    run.max_grad_norms = [own.max_grad_norm for own in config.each_agent]
-    run.last_good.keep_agents(crowd.agents.rows, kept)
+    run.last_good.keep_agents(crowd.storage.rows, kept)
     run.step_metrics.keep_agents(kept)
     run.state = run.state.with_members(members, kept)
 
@@ -105,8 +103,7 @@ def return_to(run: Run, saved: TrainState) -> None:
         BadInput: the configuration no longer has the entry of an agent.
     """
     run.state = replace(run.state, rows_per_step=saved.rows_per_step)
-    run.total_steps = steps_of(run.config, lengths_of(run.rows), saved.rows_per_step)
-    run.rows, run.plan = rows_and_plan(run.config, run.rows, run.state.members, saved.rows_per_step)
+    run.total_steps = steps_of(run.config, [*map(len, run.checkpoint.rows)], saved.rows_per_step)
     if saved.members is not None and saved.members.made:
         numbers = [each.number for each in saved.members.agents]
         if max(numbers) >= run.crowd.num_agents:
@@ -116,7 +113,17 @@ def return_to(run: Run, saved: TrainState) -> None:
                 hint="leave the entry of an agent that was stopped where it was: the others have their place by it",
             )
         keep_agents(run, saved.members, numbers)
-    run.learning_rates = schedules(run.present_config, run.total_steps)
+    else:
+        _prepare_members(run.crowd, run.config, run.checkpoint.rows, run.state, run.total_steps)
+
+
+def _prepare_members(
+    crowd: Crowd, config: Config, first: Sequence[TokenizedRows], state: TrainState, total_steps: int
+) -> None:
+    """Tell the agents that stand in the crowd how and on what they train; `first` are the rows of the first ones."""
+    members = state.members
+    rows = [first[each.number] for each in members.agents] if members else first
+    prepare_agents(crowd.agents, config_of(config, members), rows, state.rows_per_step, total_steps)
 
 
 def _fill(

@@ -1,44 +1,37 @@
-"""A call that trains: it leases the run's folder, begins or resumes the run, trains, evaluates, concludes."""
+"""A call that trains: it begins or resumes the run, leases its folder, trains, concludes; to be read from the top."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ci_llm import objectives
 from ci_llm.base.load import Base, keep
-from ci_llm.checkpoints.layout import FINAL
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.manifest import verify_folder
-from ci_llm.cluster.deadline import find_deadline
+from ci_llm.cluster.deadline import find_deadline, watch_walltime
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
-from ci_llm.core.durable import read_object, write_json
-from ci_llm.core.run_folder import record_attempt
-from ci_llm.core.run_status import RunStatus, keep_status, readable_status
-from ci_llm.crowd.scoring import AnswerScores, Scores, best_agent, evaluation_record, merge_records, rows_record
+from ci_llm.core.run_status import readable_status
 from ci_llm.distributed.processes import Patience, Processes, ends_if_stopped
-from ci_llm.errors import DamagedCheckpoint, ProgressLost, StoppedBeforeMeeting, WriterBusy
+from ci_llm.errors import ProgressLost, StoppedBeforeMeeting
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import monitored
-from ci_llm.logs.profile import profiled
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.trackers import require_installed
-from ci_llm.report.scores import rows_evaluated
+from ci_llm.run.conclusion import conclude, known_conclusion
 from ci_llm.run.context import Resources, Run
 from ci_llm.run.crowd_changes import return_to
+from ci_llm.run.end.attempt import Attempt, end_at_once
 from ci_llm.run.end.emergency_save import EmergencySave
 from ci_llm.run.end.mirroring import RunMirror, require_store
-from ci_llm.run.end.result import Result, final_card, log_next_steps, push_result, score_table, write_page
-from ci_llm.run.end.shutdown import Attempt, command_line, end_at_once, require_written, watch_walltime
+from ci_llm.run.end.result import Result, log_next_steps, push_result, write_page
 from ci_llm.run.end.watchdog import Stacks, Watchdog
-from ci_llm.run.loop import Batches, compute_gradients, note_evaluation, steps, train
+from ci_llm.run.loop import compute_gradients, note_evaluation, steps, train
 from ci_llm.run.setup import build, check_folder, require_no_sweep
 from ci_llm.run.start import beginning
 from ci_llm.run.start.loading import Loaded
@@ -49,31 +42,6 @@ from ci_llm.run.step.state import TrainState, Validation
 from ci_llm.run.step.step_metrics import Learning
 
 logger = logging.getLogger(__name__)
-
-
-def conclusion_of(folder: Path, step: int) -> dict[str, Any] | None:
-    """`evaluation.json` of a run that is complete at `step`; None if its end is still to be made, or to be made again.
-
-    It is made again if the run was complete at another step, if that file or the final checkpoint is damaged, or if the
-    last attempt ended before the mirror had all of it.
-    """
-    record, status = folder / "evaluation.json", readable_status(folder)
-    if status is not None and status.status != "completed":
-        return None
-    if not (record.is_file() and (folder / FINAL).exists()):
-        return None
-    try:
-        content = read_object(record)
-        if content.get("last_step") != step:
-            return None
-        verify_folder(folder / FINAL)
-    except ValueError as error:
-        logger.warning(f"{record} cannot be read, the run is evaluated again: {error}")
-    except DamagedCheckpoint as damage:
-        logger.warning(f"{damage.what}; the run is evaluated again, and it is made again from step {step}")
-    else:
-        return content
-    return None
 
 
 def run_job(
@@ -103,9 +71,8 @@ def run_job(
         processes = meet(config, launch, interrupts)
     except StoppedBeforeMeeting as stop:
         logger.warning(str(stop))
-        reason = interrupts.stop_reason or ""
-        step = _record_stop(config, launch, reason, CheckpointManager(config.run_folder))
-        return Result("interrupted", step, config.run_folder, reason=reason)
+        reason, attempt = interrupts.stop_reason or "", Attempt(config, launch, CheckpointManager(config.run_folder))
+        return Result("interrupted", attempt.stopped_before_it_began(reason), config.run_folder, reason=reason)
     result: Result | None = None
     try:
         result = run_among(processes, config, interrupts, sources=sources, callbacks=checked, given=given, quiet=quiet)
@@ -125,26 +92,6 @@ def meet(config: Config, launch: Launch, interrupts: Interrupts) -> Processes:
         return Processes(config, launch=launch, interrupts=interrupts)
 
 
-def _record_stop(config: Config, launch: Launch, reason: str, manager: CheckpointManager) -> int:
-    """Record an attempt that was interrupted before it began, unless another has the folder; the last step saved."""
-    step, last = max(manager.all_steps(), default=0), readable_status(config.run_folder)
-    if launch.is_main_process and (last is None or last.status != "completed"):
-        with suppress(WriterBusy):
-            _status_of_refused(config, manager, step).finish("interrupted", reason, command_line(launch))
-    manager.close()
-    return step
-
-
-def _status_of_refused(config: Config, manager: CheckpointManager, step: int) -> RunStatus:
-    """The status of a new attempt that does not begin."""
-    number = manager.acquire_lease()
-    keep_status(config.run_folder)
-    record_attempt(config.run_folder, number, step, beginning.place_of_attempt())
-    status = RunStatus(config.run_folder, number, still_held=manager.holds_lease, staging=manager.staging)
-    status.update(step=step)
-    return status
-
-
 def run_among(
     processes: Processes,
     config: Config,
@@ -155,7 +102,7 @@ def run_among(
     loaded: Loaded | None = None,
     given: Base | None = None,
     quiet: bool = False,
-    end_by: Callable[[Callable[[], str | None]], object] = lambda last_act: last_act(),
+    within: Attempt | None = None,
 ) -> Result:
     """`run_job` on processes that have met, and that can train another run afterwards.
 
@@ -163,30 +110,31 @@ def run_among(
         loaded: base and rows, if several runs share them; at the end the base is without agents again. People are then
             not told what to do next.
         given, quiet: see `run_job`.
-        end_by: does the last act of the attempt, or keeps it for later; see `Attempt.interrupted`.
+        within: the attempt at a sweep, which does the last act of this one.
     """
-    is_main, live = processes.is_main_process, config.progress_bar
-    log = RunLog(config.run_folder, is_main_process=is_main, live=live, quiet=quiet)
+    log = RunLog(config.run_folder, is_main_process=processes.is_main_process, quiet=quiet)
     manager = _manager_of(config, processes, interrupts)
     mirror = RunMirror(config, manager, processes, interrupts)
-    resources = Resources(config, processes, interrupts, manager, mirror, log)
+    attempt = Attempt(config, processes.launch, manager, log)
     for note in [*(f"config    {line}" for line in sources), *processes.notes, *config.notices()]:
         logger.info(note)
+    processes.patience = Patience(record=attempt.stopped_before_it_began)
     result: Result | None = None
     run: Run | None = None
-    processes.patience = Patience(record=lambda reason: _record_stop(config, processes.launch, reason, manager))
     try:
         with ends_if_stopped(interrupts, processes.patience, config.interrupted_exit_code):
             try:
                 start, requests = beginning.find_beginning(config, processes, manager, mirror)
             except ProgressLost as error:
-                _record_refusal(resources, error)
+                attempt.refused(error)
                 raise
             before = None if start.source is None else start.source.config
             config = settle_precision(config.settled_as(before), processes, before)
-            run = build(replace(resources, config=config), loaded, before, given)
+            run = build(Resources(config, processes, interrupts, manager, mirror, log), loaded, before, given)
             run.callbacks, run.logs_next_steps = callbacks or Callbacks(), loaded is None
-            result = _run_to_end(run, start, requests)
+            trackers = _resume(run, start, requests)
+            start = replace(start, source=None)  # its tensors are in place
+            result = _to_the_end(run, attempt, start, trackers)
             return result
     finally:
         ended_by = sys.exc_info()[1]
@@ -195,9 +143,12 @@ def run_among(
                 ending.callback(run.crowd.detach)
             ending.callback(log.close)
             ending.callback(manager.close)
+            if within is None:
+                ending.callback(attempt.last_act)  # training.log takes its line only while the folder is leased
+            else:
+                within.last_act = attempt.last_act
             if run is not None:
-                ending.callback(end_by, run.last_act)  # training.log takes its line only while the folder is leased
-                ending.callback(run.mirror.end, result.status if result else None, ended_by)
+                ending.callback(mirror.end, result.status if result else None, ended_by)
             ending.callback(log.finish_trackers)  # while the folder is still leased to this attempt
 
 
@@ -207,88 +158,60 @@ def _manager_of(config: Config, processes: Processes, interrupts: Interrupts) ->
         save_interval_steps=config.save_steps,
         save_interval_seconds=config.save_interval_seconds,
         max_to_keep=config.save_total_limit,
-        async_save=config.async_save,
         checkpoint_backend=config.checkpoint_backend,
         processes=processes,
         interrupts=interrupts,
     )
 
 
-def _record_refusal(found: Resources, error: ProgressLost) -> None:
-    """Record a failed attempt where the folder has no step to resume from: else readers would call the run vanished."""
-    config, processes, manager, log = found.config, found.processes, found.manager, found.log
-    if processes.is_main_process:
-        status = _status_of_refused(config, manager, 0)
-        log.open(number := status.current.attempt, still_held=manager.holds_lease)
-        Attempt(number, 0, config, processes, manager, status, log).failed(0, error)
-
-
-def _run_to_end(run: Run, start: beginning.Start, requests: beginning.Requests) -> Result:
-    """Resume or begin, train and conclude."""
-    start, trackers = _resume(run, start, requests)
-    run.interrupts.describe_stop = run.describe_stop
-    conclusion = partial(conclusion_of, run.config.run_folder, run.state.step)
-    record = run.processes.on_main(conclusion) if run.is_finished else None
-    if record is not None:
-        logger.info(f"This run is complete at step {run.state.step}; nothing is left to do.")
-        push_result(run.config, run.processes)
-        if run.logs_next_steps:
-            log_next_steps(run.present_config, run.processes.launch, record, run.keys_to_go_on)
-        return Result("completed", run.state.step, run.config.run_folder, record)
+def _to_the_end(run: Run, attempt: Attempt, start: beginning.Start, trackers: Mapping[str, str]) -> Result:
+    """Train and conclude a run that stands where it begins or resumes, unless nothing is left to do."""
+    config, processes, interrupts, manager = run.config, run.processes, run.interrupts, run.manager
+    interrupts.describe_stop = run.describe_stop
+    find = partial(known_conclusion, config.run_folder, run.state.step)
+    if (known := processes.on_main(find) if run.is_finished else None) is not None:
+        return _completed(run, known, f"This run is complete at step {run.state.step}; nothing is left to do.")
     with Stacks() as stacks:
         batches = steps(run)  # forks its workers now, before the run has threads
-        attempt = _begin(run, start, trackers)
-        who = f"attempt{attempt.number}_process{run.processes.process_index}"
-        batches = profiled(batches, run.config.profile_steps, run.config.run_folder, who)
-        return _train_and_conclude(run, batches, attempt, stacks)
-
-
-def _train_and_conclude(run: Run, batches: Batches, attempt: Attempt, stacks: Stacks) -> Result:
-    record: dict[str, Any] = {}
-    try:
-        _open(run, attempt.number)
-        run.manager.connect()
-        with _watched(run, attempt, stacks):
-            asks = run.callbacks.hears("on_step_end", "on_log")  # perhaps on one process only
-            run.votes_after_steps = any(run.processes.gather_object(asks))
-            run.call_event("on_train_begin")
-            stop = run.stop_vote.reason()
-            if stop is None:
-                stop = train(run, batches)
-            if stop is None:
-                stop, record = conclude(run)
-            run.call_event("on_train_end")
-        run.manager.wait_until_finished()
-        run.log.report_save(run.manager.last_result)
-        run.mirror.settle(stop)
-    except KeyboardInterrupt:  # a second Ctrl-C: what is committed stays
-        run.last_act = attempt.interrupted("signal:SIGINT")
-        raise
-    except BaseException as error:
-        attempt.failed(run.state.step, error)
-        raise
+        _begin(run, attempt, start, trackers)
+        record: dict[str, Any] = {}
+        with attempt.recorded(lambda: run.state.step):
+            _open(run, attempt)
+            manager.connect()
+            with _watched(run, attempt, stacks):
+                run.call_event("on_train_begin")
+                stop = run.stop_vote.reason() or train(run, batches)
+                if stop is None:
+                    stop, record = conclude(run)
+                run.call_event("on_train_end")
+            manager.wait_until_finished()
+            run.log.report_save(manager.last_result)
+            run.mirror.settle(stop)
     if stop is not None:
-        run.last_act = attempt.interrupted(stop)
-        write_page(run.config, run.processes, run.interrupts, run.manager)
-        return Result("interrupted", run.state.step, run.config.run_folder, reason=stop)
-    run.status.finish("completed")
+        attempt.interrupted(stop)
+        result = Result("interrupted", run.state.step, config.run_folder, reason=stop)
+    else:
+        attempt.completed()
+        but = f", but {warning}" if (warning := run.status.current.warning) else ""
+        result = _completed(run, record, f"completed at step {run.state.step}{but}")
+    write_page(config, processes, interrupts, manager)
+    return result
+
+
+def _completed(run: Run, record: dict[str, Any], told: str) -> Result:
+    """Publish, tell people, and return the result of a run whose `evaluation.json` is written."""
     push_result(run.config, run.processes)  # which may last, and a later call pushes as well
-    warning = run.status.current.warning
-    but = f", but {warning}" if warning else ""
-    logger.info(f"completed at step {run.state.step}{but}")
+    logger.info(told)
     if run.logs_next_steps:
         log_next_steps(run.present_config, run.processes.launch, record, run.keys_to_go_on)
-    write_page(run.config, run.processes, run.interrupts, run.manager)
     return Result("completed", run.state.step, run.config.run_folder, record)
 
 
-def _resume(
-    run: Run, start: beginning.Start, requests: beginning.Requests
-) -> tuple[beginning.Start, Mapping[str, str]]:
+def _resume(run: Run, start: beginning.Start, requests: beginning.Requests) -> Mapping[str, str]:
     """Bring the run to the checkpoint that it resumes from, if there is one, and apply the requests.
 
     Returns:
-        `start` without the checkpoint, whose tensors are in place; and the ids under which trackers know the run.
+        the ids under which trackers know the run.
     """
     _log_lines([start.note] if start.note else [])
     restored = Restored(run.state)
@@ -298,7 +221,7 @@ def _resume(
         restored = _restore(run, start.source, start)
         _log_lines(restored.lines)
     run.state = beginning.apply_requests(run.state, requests, run.config)
-    run.crowd.agents.pass_per_agent |= run.state.recovery.pass_per_agent
+    run.crowd.storage.pass_per_agent |= run.state.recovery.pass_per_agent
     if run.state.recovery.recompute:
         run.crowd.gradient_checkpointing_enable()
     _log_lines(
@@ -316,7 +239,7 @@ def _resume(
         run.exactness = run.checkpoint.restore_environment(start.source, run.state, measure)
         _log_lines([f"exactness: {run.exactness}"])
         _recover_evaluation(run, from_log=start.is_own)
-    return replace(start, source=None), restored.trackers
+    return restored.trackers
 
 
 def _restore(run: Run, source: Source, start: beginning.Start) -> Restored:
@@ -360,53 +283,33 @@ def _log_lines(lines: Iterable[str]) -> None:
         logger.info(f"          {line}")
 
 
-def _begin(run: Run, start: beginning.Start, trackers: Mapping[str, str]) -> Attempt:
+def _begin(run: Run, attempt: Attempt, start: beginning.Start, trackers: Mapping[str, str]) -> None:
     """Lease the folder, prepare it as `start` says, start the trackers. A refusal here is not a failed attempt."""
-    config, manager, processes, step = run.config, run.manager, run.processes, run.state.step
-    processes.require_same_folder(config.run_folder)
-    number = processes.on_main(partial(_lease, manager, run.log, run.mirror, start, step, run.base))
+    config, processes, step = run.config, run.processes, run.state.step
+
+    def prepare(number: int) -> None:
+        for line in beginning.prepare(run.manager, start):
+            logger.info(line)
+        keep(run.base, config.run_folder)
+        run.mirror.begin(start.keeps, number)
+
+    attempt.begin(processes, step, prepare)
+    run.status = attempt.status
     begun_at: dict[str, Any] = {"resumed_from": step, "saved_state": trackers, "hyperparameters": config.model_dump()}
     start_trackers = partial(run.log.start_trackers, processes.accelerator, config.report_to, **begun_at)
     run.log.known_tracker_state = processes.on_main(start_trackers)
-    run.status = RunStatus(
-        config.run_folder,
-        number,
-        is_main_process=processes.is_main_process,
-        still_held=manager.holds_lease,
-        staging=manager.staging if processes.is_main_process else None,
-    )
-    run.status.update(next_command=command_line(processes.launch))
-    return Attempt(number, step, config, processes, manager, run.status, run.log)
 
 
-def _lease(
-    manager: CheckpointManager, log: RunLog, mirror: RunMirror, start: beginning.Start, step: int, base: Base
-) -> int:
-    """Lease and prepare the folder of the run; returns the number of the attempt."""
-    number = manager.acquire_lease()
-    try:
-        keep_status(manager.directory, **log.last_metrics())
-        for line in beginning.prepare(manager, start):
-            logger.info(line)
-        record_attempt(manager.directory, number, step, beginning.place_of_attempt())
-        keep(base, manager.directory)
-    except OSError as error:
-        raise beginning.cannot_begin(manager.directory, error) from error
-    mirror.begin(start.keeps, number)
-    return number
-
-
-def _open(run: Run, number: int) -> None:
+def _open(run: Run, attempt: Attempt) -> None:
     """Open the log of the attempt, write its first status, and remove the metrics of later steps."""
     config, processes, step = run.config, run.processes, run.state.step
-    run.log.open(number, still_held=run.manager.holds_lease)
+    run.log.open(attempt.number, still_held=run.manager.holds_lease)
     last = readable_status(config.run_folder) if processes.is_main_process else None
     run.evaluator.at_most = processes.broadcast_object(last.evaluation_at_most if last else None)
     earlier = last if step else None
     known = (earlier.first_loss, earlier.warning) if earlier else ()
     run.learning = Learning(run.state.names, run.total_steps, *known)
     run.status.update(
-        step=step,
         total_steps=run.total_steps,
         agent_steps=run.state.agent_steps,
         best_step=run.state.validation.best_step,
@@ -421,12 +324,14 @@ def _open(run: Run, number: int) -> None:
     run.evaluator.note = run.status.note
     if run.evaluator.at_most is not None:
         _log_lines([f"recovery: at most {run.evaluator.at_most} row(s) are evaluated at a time, as memory was short"])
-    run.mirror.on_change = lambda state: run.status.update(mirror=state)
+    run.mirror.on_change = lambda state: attempt.status.update(mirror=state)
     run.log.truncate_metrics(step if step else -1, run.manager.staging if processes.is_main_process else None)
     run.status.start(step)
     for line in run.outlook():
         logger.info(line)
     run.log.begin_progress(run.position())
+    asks = run.callbacks.hears("on_step_end", "on_log")  # perhaps on one process only
+    run.votes_after_steps = any(processes.gather_object(asks))
 
 
 @contextmanager
@@ -441,98 +346,12 @@ def _watched(run: Run, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
         kept = evaluation.kept_steps(run.config, run.state.validation)
         run.manager.save_last(step(), run.contents(generators), info=run.info, keep=kept)
 
-    monitors = run.config.monitor_gpu and run.processes.is_main_process
+    config, interrupts, pace = run.config, run.interrupts, run.pace
+    monitors, send = config.monitor_gpu and run.processes.is_main_process, run.mirror.flush_before_kill
     with (
-        monitored(run.config.run_folder, run.manager.holds_lease, wanted=monitors),
-        watch_walltime(run.config, run.processes, run.pace, run.interrupts) as walltime,
-        EmergencySave(
-            attempt,
-            run.interrupts,
-            run.pace,
-            run.optimizer,
-            walltime,
-            step=step,
-            save=save_last,
-            send=run.mirror.flush_before_kill,
-        ),
-        Watchdog(attempt, run.heartbeat, run.pace, step, stacks),
+        monitored(config.run_folder, run.manager.holds_lease, wanted=monitors),
+        watch_walltime(config.max_runtime, run.processes.launch, pace, interrupts) as walltime,
+        EmergencySave(attempt, interrupts, pace, run.optimizer, walltime, step=step, save=save_last, send=send),
+        Watchdog(attempt, run.heartbeat, pace, step, stacks),
     ):
         yield
-
-
-def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
-    """Evaluate agents and crowd, write the results and the final checkpoint.
-
-    Returns:
-        the reason if the run was interrupted meanwhile; else None, and `evaluation.json`.
-    """
-    logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.trained_on)}")
-    is_known = run.state.validation.step == run.state.step  # early stopping ends a run after an evaluation
-    scores = run.last_scores if is_known else None
-    if scores is None:
-        scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
-    latest = {} if scores is None else evaluation.evaluation_metrics(scores, run.state.names)
-    if latest and not is_known:
-        note_evaluation(run, latest)
-        run.call_event("on_evaluate", metrics=latest)
-    with run.heartbeat.resting():
-        best = evaluation.result_of(run.config, run.state, run.manager, run.processes)
-    step = run.state.step if best is None else best.manifest.step
-    with nullcontext() if best is None else evaluation.weights_of(best, run.crowd):
-        if scores is not None and best is not None:
-            scores = run.evaluator.scores(step, run.micro_batch_size)
-        answers = run.evaluator.answers(step, run.micro_batch_size) if scores is not None else None
-        example = answers.example if answers is not None else run.evaluator.example(step)
-    has_answers = answers is not None
-    base = None if scores is None else run.evaluator.base(step, run.micro_batch_size, answers=has_answers)
-    stop = run.stop_vote.reason()
-    if stop is not None or scores is None or base is None:
-        return stop, {}
-    run.log.report_save(run.manager.last_result)
-    run.log.end_progress()
-    if example is not None:
-        logger.info(evaluation.describe_example(example, run.evaluator.judged_by))
-    record = _record(run, step, scores, answers) | ({"base": base} if base else {})
-    _write_results(run, step, record)
-    run.log.track(run.state.step, latest | evaluation.result_metrics(record, run.state.names))
-    return None, record
-
-
-def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
-    """The table for people, the final checkpoint with its model card, evaluation.json. A collective."""
-    logger.info(score_table(record, run.config.run_folder))
-    config = run.config
-    card = final_card(record, run.crowd, config.all_dataset_names, step)
-    with run.heartbeat.resting():
-        require_written(run.manager, run.processes)
-        added = {"README.md": card.encode(), **run.checkpoint.agents_tokenizers()}
-        run.manager.finish(added, step=None if step == run.state.step else step)
-        require_written(run.manager, run.processes)
-    if run.processes.is_main_process and run.manager.holds_lease():
-        write_json(config.run_folder / "evaluation.json", record, staging=run.manager.staging)
-
-
-def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -> dict[str, Any]:
-    """The contents of evaluation.json: the scores of the step that is the result of the run, and the best step."""
-    config, rows, judged_by = run.present_config, run.eval_rows, run.evaluator.judged_by
-    has_best = len(config.agents) > 1 and rows.are_common
-    forced = evaluation_record(scores, run.config.task, config.aggregator, rows.trained_on)
-    return {
-        **({} if scores.judged is None else {scores.judged.key: scores.judged.record()}),
-        **merge_records(forced, answers, heads=bool(run.crowd.settings.outputs)),
-        "data": [part.rows.where for part in rows.sets],
-        "judged_by": judged_by,
-        "learning_rates": [own.learning_rate for own in config.each_agent],
-        **evaluation.sets_record(scores, rows),
-        **({"names": config.agent_names} if config.agents else {}),
-        **({"best_agent": best_agent(scores, answers, judged_by)} if has_best else {}),
-        **({"folders": run.crowd.names} if run.state.members else {}),
-        **({"of_rows": rows_record(scores, answers)} if config.trial_steps else {}),  # a sweep compares them
-        **({"dropped": dropped} if (dropped := [*run.nonfinite.dropped(run.state.recovery)]) else {}),
-        "step": step,
-        "last_step": run.state.step,
-        "agent_steps": run.state.agent_steps,
-        "stopped_early": run.state.step < run.total_steps,
-        "best": run.state.validation.record(),
-        "warning": run.status.current.warning,
-    }

@@ -38,10 +38,10 @@ from torch.optim import Optimizer
 from ci_llm.core.determinism import seed_everything
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.preferences import Preferences, TrainedObjective
+from ci_llm.crowd.objective import StepLoss
+from ci_llm.crowd.preferences import TrainedObjective
 from ci_llm.data.batches import MicroBatch, of_agents
 from ci_llm.data.loader import any_number_of_workers, loader_of
-from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.distributed.ballot import Ballot, StepSums, Verdict
 from ci_llm.distributed.processes import peer_errors
 from ci_llm.run.context import Prepared, Run
@@ -79,15 +79,15 @@ def train(run: Run, batches: Batches) -> str | None:
     stop = evaluate(run) if run.evaluation_missed else None
     for step, micro_batches in batches if stop is None and not run.is_finished else ():
         run.pace.begin_step()
-        known_bad = run.state.recovery.is_bad_batch(step, run.plan.rows)
+        known_bad = run.state.recovery.is_bad_batch(step, run.courses.rows_of_step)
         verdict = agree_on_gradients(run, step, [] if known_bad else micro_batches)
         dropped = run.nonfinite.dropped(run.state.recovery)
-        own = isinstance(run.plan, AgentPlans)
+        own = run.courses.are_own
         findings = findings_of(verdict, run.state.loss_scale, known_bad=known_bad, dropped=dropped, own_rows=own)
         norms = apply_gradients(run, step, verdict, findings.left_out)
-        num_rows = run.plan.num_rows_of(step)
+        num_rows = run.courses.num_rows_of(step)
         run.state = run.state.advance(num_rows, findings.tokens, findings.left_out, findings.overflowed)
-        run.state = run.nonfinite.respond(run.state, run.plan.rows, findings)
+        run.state = run.nonfinite.respond(run.state, run.courses.rows_of_step, findings)
         run.status.update(step=run.state.step)
         run.pace.end_step(run.manager.last_result)
         run.heartbeat.tick()
@@ -114,10 +114,12 @@ def train(run: Run, batches: Batches) -> str | None:
 def steps(run: Run) -> Batches:
     """(step, this process's micro-batches), from where the state stands to the end of the run."""
     accelerator, workers = run.processes.accelerator, run.config.num_workers
-    span = range(run.state.step - run.state.step % run.plan.steps_per_epoch, run.total_steps)  # from an epoch's start
+    span = range(
+        run.state.step - run.state.step % run.courses.steps_per_epoch, run.total_steps
+    )  # from an epoch's start
     with any_number_of_workers():
         loader, sampler = loader_of(
-            run.rows, run.plan, span, run.processes.num_processes, run.micro_batch_size, num_workers=workers
+            run.courses, span, run.processes.num_processes, run.micro_batch_size, num_workers=workers
         )
         run.prepared = prepared(run.prepared, accelerator, run.crowd, run.optimizer, loader)
         batches = iter(accelerator.skip_first_batches(run.prepared.loader, sampler.before(run.state.step)))
@@ -125,7 +127,7 @@ def steps(run: Run) -> Batches:
     run.batch_places = [*range(run.crowd.num_agents)]
 
     def of_step(step: int) -> tuple[int, list[MicroBatch]]:
-        dealt = [batch for batch in islice(batches, sampler.micro_steps(step)) if batch is not None]
+        dealt = [batch for batch in islice(batches, sampler.micro_steps(step)) if batch]
         return step, of_agents(dealt, run.batch_places)
 
     # One at a time, when it is asked for: the crowd may change between two steps.
@@ -161,7 +163,7 @@ def agree_on_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> 
     """
     save_wanted = False
     while True:
-        parts = in_parts(run.rows, micro_batches, run.micro_batch_size)
+        parts = in_parts(run.courses, micro_batches, run.micro_batch_size)
         objective, complaint = run.whole_step(step, parts).objective(run.objective)
         if objective is not None:
             sums, complaint = unless_out_of_memory(partial(compute_gradients, run, step, parts, objective))
@@ -169,9 +171,9 @@ def agree_on_gradients(run: Run, step: int, micro_batches: list[MicroBatch]) -> 
             verdict = run.processes.agree(_ballot(run, step, sums, save_wanted))
             if not verdict.out_of_memory:
                 return verdict
-        one_pass = not run.crowd.agents.pass_per_agent
+        one_pass = not run.crowd.storage.pass_per_agent
         run.state = run.memory.relieve(run.state, complaint)
-        if one_pass and run.crowd.agents.pass_per_agent:
+        if one_pass and run.crowd.storage.pass_per_agent:
             run.measure(compute_gradients)  # the steps have other bits from here on
         run.status.update(micro_batch_size=run.micro_batch_size)
 
@@ -185,29 +187,28 @@ def compute_gradients(
         of_step: the objective with what it has to know of the step; None if it has to know nothing.
     """
     objective, accelerator, model = of_step or run.objective, run.processes.accelerator, run.prepared.model
+    crowd, num_agents = run.crowd, run.crowd.num_agents
     model.train()
-    run.crowd.agents.begin_step(step)
-    sums = torch.zeros(
-        _num_sums(run.crowd.num_agents, run.plan, objective), dtype=torch.float64, device=run.crowd.device
-    )
+    crowd.storage.begin_step(step)
+    sums = torch.zeros(_num_sums(num_agents, objective), dtype=torch.float64, device=crowd.device)
     for number, batch in enumerate(micro_batches):
-        run.crowd.agents.begin_micro_step(step, run.processes.process_index, number)
-        batch = batch.to(run.crowd.device)
-        losses = []
-        for part in run.crowd.parts(batch):
+        crowd.storage.begin_micro_step(step, run.processes.process_index, number)
+        losses = list[StepLoss]()
+        for rows in crowd.parts([own.to(crowd.device) for own in batch]):
             run.heartbeat.tick()
             # Keyed, not sequential: what is drawn here depends on nothing that happened before, so a resume draws the
             # same, and so does an agent that is alone.
             seed_everything(run.config.seed, "micro-step", step, run.processes.process_index, number)
-            with part.reading(), accelerator.no_sync(model):
+            with accelerator.no_sync(model):
                 with accelerator.autocast():
-                    loss = objective(model(part.rows), part.rows, step, part.agent)
-                accelerator.backward(loss.total if run.state.loss_scale is None else loss.total * run.state.loss_scale)
-            losses.append((part.agent, loss))
-        loss = objective.together(losses, batch, step)
-        sums += StepSums.pack(loss.task, loss.targets, loss.diversity, batch.num_tokens, loss.metrics)
-    nonfinite = nonfinite_here(run.crowd.agents.gradients, sums[: run.crowd.num_agents])
-    return Sums(sum(map(objective.count, micro_batches)), sums, nonfinite)
+                    found = [objective(output, step) for output in model(rows)]
+                total = found[0].total if len(found) == 1 else torch.stack([loss.total for loss in found]).sum()
+                accelerator.backward(total if run.state.loss_scale is None else total * run.state.loss_scale)
+            losses += found
+        loss, tokens = objective.together(losses, num_agents, step), sum(own.batch.num_tokens for own in batch)
+        sums += StepSums.pack(loss.task, loss.targets, loss.diversity, tokens, loss.metrics)
+    counted = sum(objective.count(own.batch) for batch in micro_batches for own in batch)
+    return Sums(counted, sums, nonfinite_here(crowd.storage.gradients, sums[:num_agents]))
 
 
 def apply_gradients(run: Run, step: int, verdict: Verdict, left_out: Sequence[int]) -> Tensor:
@@ -216,20 +217,21 @@ def apply_gradients(run: Run, step: int, verdict: Verdict, left_out: Sequence[in
     Returns:
         [K] the gradient norm of every agent before clipping, on the device, which is not waited for.
     """
-    agents = run.crowd.agents
-    for part in agents.gradients_to_add:
+    storage = run.crowd.storage
+    for part in storage.gradients_to_add:
         run.processes.reduce_flat_(part)
     scale, targets = run.state.loss_scale or 1.0, targets_of(verdict, run.crowd.num_agents)
     if len({*targets}) == 1:
-        agents.gradients.div_(max(targets[0], 1) * scale)
+        storage.gradients.div_(max(targets[0], 1) * scale)
     else:
-        for gradient, count in zip(agents.gradients, targets, strict=True):
+        for gradient, count in zip(storage.gradients, targets, strict=True):
             gradient.div_(max(count, 1) * scale)
-    norms = agents.clip(run.max_grad_norms)
-    agents.leave_out(left_out)
+    agents = run.crowd.agents
+    norms = storage.clip([agent.trained.max_grad_norm for agent in agents])
+    storage.leave_out(left_out)
     optimizer = run.prepared.optimizer
-    for k, group in enumerate(optimizer.param_groups):
-        group["lr"] = run.learning_rates[k](step) * run.state.recovery.lr_factor(k)
+    for agent, group in zip(agents, optimizer.param_groups, strict=True):
+        group["lr"] = agent.trained.learning_rate(step) * run.state.recovery.lr_factor(agent.place)
     optimizer.step()
     return norms
 
@@ -252,17 +254,18 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
     if step % run.config.logging_steps and step != run.total_steps:
         return
     metrics: dict[str, Any] = {
-        "epoch": run.plan.epoch(step),
+        "epoch": run.courses.epoch(step),
         "agent_steps": run.state.agent_steps,
         "train/learning_rate": run.last_learning_rate,
         **run.step_metrics.means(),
     }
     if run.present_config.agents:
-        for k, (name, rate) in enumerate(zip(run.state.names, run.learning_rates, strict=True)):
-            metrics[f"train/{name}/learning_rate"] = rate(step - 1) * run.state.recovery.lr_factor(k)
-    if isinstance(run.plan, AgentPlans):
-        epochs = zip(run.state.names, run.plan.epochs(step), strict=True)
-        metrics |= {f"train/{name}/epoch": epoch for name, epoch in epochs}
+        for agent in run.crowd.agents:
+            rate = agent.trained.learning_rate(step - 1) * run.state.recovery.lr_factor(agent.place)
+            metrics[f"train/{agent.name}/learning_rate"] = rate
+    if run.courses.are_own:
+        epochs = zip(run.crowd.agents, run.courses.epochs(step), strict=True)
+        metrics |= {f"train/{agent.name}/epoch": epoch for agent, epoch in epochs}
     if not findings.bad_batch:
         run.learning.look(norms.tolist())
     run.learning.report(run.status, run.present_config.learning_rates)
@@ -325,13 +328,12 @@ def memory_in_use(device: torch.device) -> dict[str, int]:
 
 def targets_of(verdict: Verdict, agents: int) -> list[int]:
     """[K] the targets of each of K agents in a step, over all processes."""
-    return [*StepSums.unpack(verdict.sums, agents).targets] or [verdict.num_targets] * agents
+    return [*StepSums.unpack(verdict.sums, agents).targets]
 
 
-def _num_sums(agents: int, plan: Plan | AgentPlans, objective: TrainedObjective) -> int:
-    """The length of `Sums.sums`: `Preferences`, and agents with rows of their own, have targets for each agent."""
-    own_targets = isinstance(plan, AgentPlans) or isinstance(objective, Preferences)
-    return StepSums.size(agents, own_targets=own_targets, metrics=len(objective.metric_names))
+def _num_sums(agents: int, objective: TrainedObjective) -> int:
+    """The length of `Sums.sums`."""
+    return StepSums.size(agents, metrics=len(objective.metric_names))
 
 
 def _ballot(run: Run, step: int, sums: Sums | None, save_wanted: bool) -> Ballot:
@@ -340,7 +342,7 @@ def _ballot(run: Run, step: int, sums: Sums | None, save_wanted: bool) -> Ballot
     return Ballot(
         num_targets=sums.num_targets if sums else 0,
         nonfinite=sums.nonfinite if sums else [False] * agents,
-        sums=sums.sums if sums else [0.0] * _num_sums(agents, run.plan, run.objective),
+        sums=sums.sums if sums else [0.0] * _num_sums(agents, run.objective),
         out_of_memory=sums is None,
         stop=run.interrupts.stop_reason,
         save=save_wanted or (run.processes.is_main_process and run.manager.should_save(step + 1)),

@@ -28,13 +28,14 @@ from ci_llm.core import determinism
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.core.numerics import FAST, PLAIN
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.data.agent_rows import AgentRows, TrainingRows, sampled
-from ci_llm.data.batches import AgentBatches, MicroBatch, pack
+from ci_llm.data.agent_rows import sampled
+from ci_llm.data.batches import MicroBatch, Owned, pack
+from ci_llm.data.courses import Courses
 from ci_llm.data.encoder import Example
 from ci_llm.distributed.processes import Processes
 from ci_llm.lora.kernels import PARTS
-from ci_llm.lora.layer import compute_dtype
 from ci_llm.lora.passes import describe_error, distance, tolerance
+from ci_llm.lora.reading import compute_dtype
 
 T = TypeVar("T")
 
@@ -45,9 +46,9 @@ TRIAL_TOKENS: Final = 128  # of the rows of the trial
 TRIAL_TARGETS: Final = 8  # of a row: with a large vocabulary they are what costs
 
 
-def longest_lengths(rows: TrainingRows, count: int) -> list[int]:
+def longest_lengths(courses: Courses, count: int) -> list[int]:
     """Tokens of each row of the longest micro-batch of `count` rows, by a sample; at most `MOST_TOKENS` in all."""
-    each = rows.each if isinstance(rows, AgentRows) else [rows]
+    each = [course.rows for course in courses.each]
     lengths: list[int] = []
     for length in sorted((len(row.input_ids) for row in sampled(each)), reverse=True)[:count]:
         if sum(lengths) + min(length, MOST_TOKENS) <= MOST_TOKENS:
@@ -97,7 +98,8 @@ def fixed_batch(
         ids = torch.randint(0, vocabulary, (length,), generator=draw).numpy()
         rows.append(Example(ids, np.arange(length) >= first_target))
     batch = pack(rows, range(-len(rows), 0))
-    return AgentBatches((batch,) * crowd.num_agents) if own_rows else batch
+    owners = [(k,) for k in range(crowd.num_agents)] if own_rows else [tuple(range(crowd.num_agents))]
+    return [Owned(agents, batch) for agents in owners]
 
 
 def _digest(crowd: Crowd, batch: MicroBatch, train: Train, *, alone: bool) -> str:
@@ -106,7 +108,7 @@ def _digest(crowd: Crowd, batch: MicroBatch, train: Train, *, alone: bool) -> st
         _fixed(crowd, alone=alone) as (layer, trained),
         layer.register_forward_hook(lambda _layer, _inputs, output: found.append(output)),
     ):
-        found += [train([batch.to(crowd.device)]).sums, [each.grad for each in trained]]
+        found += [train([batch]).sums, [each.grad for each in trained]]
         return digest(_bytes(each) for each in tree_leaves(found) if isinstance(each, Tensor))
 
 
@@ -128,7 +130,7 @@ def one_layer(crowd: Crowd) -> Iterator[nn.Module]:
     """Leave the base only its first layer that has an adapter, within the block."""
     model = crowd.model
     name, layers = layer_list(model)
-    layer = layers[min(layer_numbers(model, crowd.agents.layers).values())]
+    layer = layers[min(layer_numbers(model, crowd.storage.layers).values())]
     every = model.get_submodule(name)
     model.set_submodule(name, nn.ModuleList([layer]))
     try:
@@ -140,8 +142,8 @@ def one_layer(crowd: Crowd) -> Iterator[nn.Module]:
 @contextmanager
 def without_a_trace(crowd: Crowd, trained: Sequence[nn.Parameter]) -> Iterator[None]:
     """Give these parameters fixed numbers within the block; afterwards everything is as it was before."""
-    agents, training, generators = crowd.agents, crowd.training, determinism.capture()
-    kept, key = [each.detach().clone() for each in trained], agents.dropout.micro_step
+    storage, training, generators = crowd.storage, crowd.training, determinism.capture()
+    kept, key = [each.detach().clone() for each in trained], storage.dropout.micro_step
     draw = torch.Generator().manual_seed(0)
     try:
         with torch.no_grad():
@@ -152,8 +154,8 @@ def without_a_trace(crowd: Crowd, trained: Sequence[nn.Parameter]) -> Iterator[N
         with torch.no_grad():
             for each, numbers in zip(trained, kept, strict=True):
                 each.copy_(numbers)
-        agents.take_gradients_away()
-        agents.dropout.micro_step = key
+        storage.take_gradients_away()
+        storage.dropout.micro_step = key
         crowd.train(training)
         determinism.restore(generators)
 
@@ -237,7 +239,7 @@ def _losses_and_gradients(
     with _fixed(crowd, alone=alone) as (_, trained):
         try:
             crowd.compute_fast(parts)
-            sums = train([batch.to(crowd.device)]).sums[: crowd.num_agents]
+            sums = train([batch]).sums[: crowd.num_agents]
             return [sums, *(each.grad.clone() for each in trained if each.grad is not None)]
         finally:
             crowd.compute_fast(())

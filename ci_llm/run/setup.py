@@ -24,7 +24,7 @@ from ci_llm.core.run_folder import OF_A_RUN, SWEEP
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
-from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows
+from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.prompts import Prompter, tokenizer_files
 from ci_llm.data.sources import row_kind
 from ci_llm.data.tokens import TokenizedRows
@@ -124,18 +124,18 @@ def assemble(
     resources: Resources,
     base: Base,
     crowd: Crowd,
-    rows: TrainingRows,
+    rows: Sequence[TokenizedRows],
     eval_rows: EvaluationRows,
     judged: Sequence[TokenizedRows] = (),
 ) -> Run:
     """The run at step 0, of parts that are ready; for `judged` see `Loaded`."""
     config, processes, manager = resources.config, resources.processes, resources.manager
     rows_per_step = config.rows_per_step(processes.num_processes)
-    steps = loading.steps_of(config, lengths_of(rows), rows_per_step)
-    rows, plan = loading.rows_and_plan(config, rows, None, rows_per_step)
+    steps = loading.steps_of(config, [*map(len, rows)], rows_per_step)
+    agent_settings.prepare_agents(crowd.agents, config, rows, rows_per_step, steps)
     optimizer = agent_settings.optimizer_of(config, crowd)
     manager.watch(optimizer)
-    last_good, heartbeat = LastGood(crowd.agents.rows, optimizer), Heartbeat()
+    last_good, heartbeat = LastGood(crowd.storage.rows, optimizer), Heartbeat()
     memory = MemoryRelief(config, base, crowd, processes.num_processes)
     vote = StopVote(processes, resources.interrupts, heartbeat)
     objective = agent_settings.objective_of(config, crowd)
@@ -147,14 +147,10 @@ def assemble(
         crowd=crowd,
         objective=objective,
         optimizer=optimizer,
-        rows=rows,
         eval_rows=eval_rows,
         status=RunStatus(config.run_folder, 0, is_main_process=False),
         state=_first_state(config, rows_per_step),
-        plan=plan,
         total_steps=steps,
-        learning_rates=agent_settings.schedules(config, steps),
-        max_grad_norms=[own.max_grad_norm for own in config.each_agent],
         last_good=last_good,
         nonfinite=_nonfinite_response(config, last_good, processes, manager),
         memory=memory,
@@ -189,11 +185,6 @@ def _first_state(config: Config, rows_per_step: int) -> TrainState:
     )
 
 
-def lengths_of(rows: TrainingRows) -> list[int]:
-    """The number of rows of every agent that has its own, or of all."""
-    return [len(own) for own in rows.each] if isinstance(rows, AgentRows) else [len(rows)]
-
-
 def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
     """The agents on their base, by the route through it that gives the base's own logits."""
     crowd = Crowd(base.model, agent_settings.lora_settings(config), base.name, base.pad_id)
@@ -213,21 +204,21 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
     if config.init_from:
         logger.info(f"agents    {load_initial_adapters(crowd, Path(config.init_from))}")
     if config.reference == "start":
-        crowd.start = crowd.agents.weights.clone()
+        crowd.start = crowd.storage.weights.clone()
     require_distinct_agents(
         crowd,
         f"init_from: {config.init_from}" if config.init_from else "initialize_adapters_rand: false",
         [
-            agent_settings.training_of(own, agent)
-            for own, agent in zip(config.each_agent, crowd.agents.each, strict=True)
+            agent_settings.training_of(own, agent.settings)
+            for own, agent in zip(config.each_agent, crowd.agents, strict=True)
         ],
     )
-    crowd.agents.pass_per_agent = config.pass_per_agent is True
+    crowd.storage.pass_per_agent = config.pass_per_agent is True
     if config.use_gradient_checkpointing is True:
         crowd.gradient_checkpointing_enable()
     for line in _described(config, crowd):
         logger.info(f"agents    {line}")
-    for line in {absent_targets(base.model, own.target_modules): None for own in crowd.agents.settings.kinds()}:
+    for line in {absent_targets(base.model, own.target_modules): None for own in crowd.settings.kinds()}:
         if line:
             logger.warning(f"lora_target_modules: {line}")
     return crowd
@@ -235,7 +226,7 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
 
 def _described(config: Config, crowd: Crowd) -> Iterator[str]:
     """Lines for people: one about all agents, or one for each that has settings of its own."""
-    sizes = crowd.agents.sizes
+    sizes = crowd.storage.sizes
     if not config.agents:
         places = "" if config.agent_layers == "all" else f", agent_layers {as_typed(config.agent_layers)}"
         yield f"{config.num_agents} x LoRA rank {config.lora_rank}{places}, {sizes[0]:,} trainable parameters each"
@@ -246,7 +237,7 @@ def _described(config: Config, crowd: Crowd) -> Iterator[str]:
 
 def set_determinism(config: Config) -> None:
     """Choose deterministic algorithms and TF32, as the configuration says; before anything is computed."""
-    torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
     if config.deterministic is False:
         return
     torch.use_deterministic_algorithms(True, warn_only=config.deterministic == "auto")

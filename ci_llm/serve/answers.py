@@ -9,9 +9,8 @@ from itertools import accumulate
 from typing import Any, Final
 
 from ci_llm.crowd.answers import agreement
-from ci_llm.serve.body import ApiProblem
-from ci_llm.serve.call import Call, Served
-from ci_llm.serve.jobs import Ended, Job, Piece, TokenLine
+from ci_llm.serve.engine import Ended, Job, Piece, TokenLine
+from ci_llm.serve.request import ApiProblem, Call, Served
 
 DONE: Final = "data: [DONE]\n\n"
 _LOWEST: Final = -9999.0  # JSON has no -inf; OpenAI's number for it

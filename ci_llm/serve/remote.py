@@ -24,12 +24,11 @@ from ci_llm.crowd.aggregators import find_vote
 from ci_llm.crowd.generation import cut, final_answers
 from ci_llm.crowd.pretrained import open_wording
 from ci_llm.errors import BadInput, CiLlmError
+from ci_llm.serve import Options
 from ci_llm.serve.app import Service
-from ci_llm.serve.body import ApiProblem
-from ci_llm.serve.call import BASE, Served
-from ci_llm.serve.jobs import Ended, Job, Piece, about
+from ci_llm.serve.engine import Ended, Job, Piece, about
 from ci_llm.serve.metrics import Metrics
-from ci_llm.serve.options import Options
+from ci_llm.serve.request import BASE, ApiProblem, Served
 
 #: The votes that are offered, the default first. The last needs the agents' texts only.
 VOTES: Final = ("rerank", "weighted_vote", "majority")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
-from ci_llm.core.run_folder import PEER_LOST, Failure, earliest_failure
+from ci_llm.core.run_folder import PEER_LOST, Failure
 from ci_llm.core.run_status import Status
 from ci_llm.errors import AllTrialsFailed
-from ci_llm.supervisor.attempt import AttemptResult
+from ci_llm.supervisor.child import AttemptResult
 from ci_llm.supervisor.output_scan import says_killed
 from ci_llm.supervisor.policy import Kind
 
@@ -55,13 +54,13 @@ def classify_by_output(result: AttemptResult) -> tuple[Kind, str]:
 
 
 def classify_by_status(
-    result: AttemptResult, status: Status | None, failures: Sequence[Failure], *, has_begun: bool
+    result: AttemptResult, status: Status | None, cause: Failure | None, *, has_begun: bool
 ) -> tuple[Kind, str]:
     """Return how an attempt of an own run ended, and the evidence for it.
 
     Args:
         status: what this attempt wrote into status.json; None if it ended before that.
-        failures: what its processes wrote before they failed.
+        cause: the earliest failure that its processes have recorded.
         has_begun: an earlier attempt with the same call has begun to train, so the call itself is right.
     """
     if result.stop_reason == "hang":
@@ -72,7 +71,6 @@ def classify_by_status(
         return "completed", f"step {status.step}"
     if status.status == "interrupted":
         return "interrupted", f"{status.reason}, step {status.step}"
-    cause = earliest_failure(failures)
     if status.status == "failed" or cause is not None:
         message = cause.message if cause else str(status.reason)
         if any(text in message for text in _NO_SPACE):

@@ -14,7 +14,7 @@ from ci_llm.cluster.launch import SUPERVISED, step_notes
 from ci_llm.cluster.slurm import read_job, requeue
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import SAVE_SIGNALS, signal_number
-from ci_llm.supervisor.attempt import AttemptResult, StopOrder
+from ci_llm.supervisor.child import AttemptResult, StopOrder
 from ci_llm.supervisor.classify import classify_by_output
 from ci_llm.supervisor.options import Options
 from ci_llm.supervisor.output_scan import Evidence

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from ci_llm.core.quantities import duration
 from ci_llm.interrupts import Interrupts
-from ci_llm.supervisor.attempt import Attempt, AttemptResult, StopOrder
+from ci_llm.supervisor.child import AttemptResult, Child, StopOrder
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Decision, Outcome, Policy, decide
 from ci_llm.supervisor.script_settings import shown
@@ -243,9 +243,9 @@ class Supervisor:
         logger.info("attempt %d of %d: %s", number, self._policy.max_retries + 1, shown(command))
         evidence = Evidence()
         grace_s = self._target.grace_s
-        with Attempt(command, environment, evidence=evidence, grace_s=grace_s, wake_fd=self._wake_fd) as attempt:
+        with Child(command, environment, evidence=evidence, grace_s=grace_s, wake_fd=self._wake_fd) as child:
             self._attempt_runs = True
-            result = attempt.run(lambda: self._stop_order(evidence))
+            result = child.run(lambda: self._stop_order(evidence))
             self._attempt_runs = False
         return result
 

@@ -89,15 +89,10 @@ def parse_options(arguments: Sequence[str]) -> Options:
         raise ConfigError(
             "two configurations", where="command line", hint="either --config FILE, or --config-path and --config-name"
         )
-    given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in vars(known).items()
-    }
-    return Options(
-        policy=Policy(known.max_retries, known.min_lr, known.min_batch_size),
-        words=tuple(words),
-        command=tuple(command),
-        **{one.name: given[one.name] for one in fields(Options) if one.name in given},
-    )
+    known.scale_with_batch = tuple(known.scale_with_batch)
+    policy = Policy(known.max_retries, known.min_lr, known.min_batch_size)
+    given = {one.name: getattr(known, one.name) for one in fields(Options) if hasattr(known, one.name)}
+    return Options(policy=policy, words=tuple(words), command=tuple(command), **given)
 
 
 def _with_dashes_as_value(arguments: list[str]) -> list[str]:
@@ -147,11 +142,11 @@ def _parser() -> argparse.ArgumentParser:
     does = "its checkpoints: WORDS are added whenever there is one, {checkpoint} in them is the newest"
     add("--goes-on-from", metavar="GLOB", help=does)
     add = parser.add_argument_group("limits").add_argument
-    add("--max-retries", type=_at_least(int, 0), default=10, metavar="N", help="attempts after the first; default 10")
-    add("--min-lr", type=_positive, default=1e-6, metavar="X", help="the smallest learning rate; default 1e-6")
-    add("--min-batch-size", type=_at_least(int, 1), default=1, metavar="N", help="the smallest batch; default 1")
+    add("--max-retries", type=_number(int, 0), default=10, metavar="N", help="attempts after the first; default 10")
+    add("--min-lr", type=_number(float, 1e-12), default=1e-6, metavar="X", help="the smallest rate; default 1e-6")
+    add("--min-batch-size", type=_number(int, 1), default=1, metavar="N", help="the smallest batch; default 1")
     does = "seconds from TERM to KILL; default 120 for this project's trainer, 10 for other scripts"
-    add("--grace", dest="grace_s", type=_at_least(float, 0), metavar="S", help=does)
+    add("--grace", dest="grace_s", type=_number(float, 0), metavar="S", help=does)
     add("--stop-signal", metavar="NAME", help="the signal that stops an external script; default the one that came")
     does = "keep the W&B runs of failed attempts"
     add("--no-delete-wandb-runs", dest="delete_wandb_runs", action="store_false", help=does)
@@ -159,25 +154,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _at_least(kind: type, least: float) -> Any:
+def _number(kind: type, least: float) -> Any:
     def read(text: str) -> Any:
         value = kind(text)
         if not least <= value < float("inf"):
             raise ValueError
         return value
 
-    read.__name__ = f"{kind.__name__} of at least {least}"
+    read.__name__ = f"{kind.__name__} of at least {least:g}"
     return read
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise ValueError
-    return value
-
-
-_positive.__name__ = "positive number"
 
 
 def _refuse_near_misses(words: Sequence[str], parser: argparse.ArgumentParser) -> None:

@@ -21,16 +21,10 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import unquote
 
-_ANSI: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 #: How many characters before a match are read as its sentence.
 _CONTEXT: Final = 160
 #: How many non-finite values of one line are examined.
 _MAX_VALUES: Final = 32
-
-_RUN_URL: Final = re.compile(r"https?://[^\s/]+/([^\s/]+)/([^\s/]+)/runs/([\w-]+)")
-_RUN_FOLDER: Final = re.compile(r"\bsaved locally in \S*[\\/]run-\d{8}_\d{6}-([\w-]+)")
-_RUN_ID: Final = re.compile(r"^WandB run ID: ([\w-]+)", re.IGNORECASE)
-_RESUMED: Final = re.compile(r"\bwandb: Resuming run\b")
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ class WandbRun:
 
 def plain(line: str) -> str:
     """Return the line without colours and cursor movements."""
-    return _ANSI.sub("", line)
+    return _grammar("ansi").sub("", line)
 
 
 def may_match(line: str) -> bool:
@@ -70,18 +64,16 @@ def says_killed(line: str) -> bool:
 
 def says_resumed(line: str) -> bool:
     """Whether the line reports that W&B resumes a run that existed before."""
-    return _RESUMED.search(line) is not None
+    return _grammar("wandb_resumed").search(line) is not None
 
 
 def wandb_run(line: str) -> WandbRun | None:
     """Return the W&B run that the line names, or None."""
-    if "wandb" not in line.lower():
+    found = _grammar("wandb_run").search(line) if "wandb" in line.lower() else None
+    if found is None:
         return None
-    if url := _RUN_URL.search(line):
-        entity, project, run_id = map(unquote, url.groups())
-        return WandbRun(run_id, entity, project)
-    named = _RUN_FOLDER.search(line) or _RUN_ID.search(line)
-    return WandbRun(named[1]) if named else None
+    entity, project, run_id = (part and unquote(part) for part in found.group("entity", "project", "run"))
+    return WandbRun(run_id or found["folder"] or found["id"], entity, project)
 
 
 def _is_present_loss(line: str, value: re.Match[str]) -> bool:
@@ -182,25 +174,6 @@ _LINE_END: Final = re.compile(r"[\r\n]+")
 
 #: An exception that lies this many lines back did not end the script.
 _EXCEPTION_LINES: Final = 500
-#: What may stand before a line: the rank (torchrun, srun -l, mpirun), or the margin of an exception group.
-_MARGIN: Final = re.compile(r"^(?:\[[\w,]{1,20}\](?:<\w{1,8}>)?: ?|\d{1,5}: |\s*\| ?)")
-#: The last line of a traceback, and the last message of programs that print none.
-_EXCEPTION: Final = re.compile(
-    r"(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Expired|Failure|Interrupt|Exit|Group)(?:\(\w+\))?(?:: .*|:?$)"
-    r"|(?:\w+\.)+\w+: \S"  # pkg.errors.Boom: why, socket.timeout: timed out
-    r"|Fatal Python error: |\S+: error: "  # argparse
-    r"|Could not override |In '[^']{1,200}': Could not |(?:Cannot find p|P)rimary config "  # Hydra
-)
-#: Exceptions that a launcher or a peer raises because the script has died.
-_CONSEQUENCE: Final = re.compile(
-    r"\bChildFailedError\b|\breturned non-zero exit status\b|\bProcessExitedException\b|\bSignalException\b"
-    r"|\bConnection (?:closed|reset) by peer\b|\bBroken pipe\b|\bDistBackendError\b|\bremote process exited\b"
-    r"|(?:^|\.)(?:KeyboardInterrupt|SystemExit)\b|^(?:srun|slurmstepd): error: "
-)
-#: Last lines that say nothing about what happened.
-_EMPTY_WORDS: Final = re.compile(
-    r"Set the environment variable HYDRA_FULL_ERROR=1|For simplicity, JAX has removed|wandb: |[\W_]*$"
-)
 
 
 class LineSplitter:
@@ -273,13 +246,13 @@ class Evidence:
     @property
     def last_words(self) -> str:
         """The exception that ended the script, or else the last line that says something."""
-        spoken = (line for line in reversed(self.last_lines) if not _EMPTY_WORDS.match(line))
+        spoken = (line for line in reversed(self.last_lines) if not _grammar("empty_words").match(line))
         return self.exception or next(spoken, "it said nothing")
 
     def note(self, line: str) -> None:
         """Take one line of the output into account."""
         line = plain(line[:_MAX_LINE_LENGTH])
-        self._note_exception(_MARGIN.sub("", line))  # with its indentation, which the rest does without
+        self._note_exception(_grammar("margin").sub("", line))  # with its indentation, which the rest does without
         line = line.strip()
         if not line:
             return
@@ -302,12 +275,12 @@ class Evidence:
             return
         self._lines_since_memory += bool(line)
         self._is_ignored |= line.startswith(("Exception ignored in", "Error in atexit"))
-        if not _EXCEPTION.match(line):
+        if not _grammar("exception").match(line):
             return
         if self._is_ignored:
             self._is_ignored = False
             return
-        is_consequence = _CONSEQUENCE.search(line) is not None
+        is_consequence = _grammar("consequence").search(line) is not None
         if is_consequence and self.exception is not None and not self._is_consequence:
             return
         self._exception, self._is_consequence = line.strip().rstrip(":"), is_consequence

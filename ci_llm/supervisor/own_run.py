@@ -18,7 +18,7 @@ from ci_llm.core.run_status import VANISHED_AFTER_S, Status, last_status, pid_sp
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import SAVE_SIGNALS, send
 from ci_llm.supervisor import process_tree
-from ci_llm.supervisor.attempt import AttemptResult, StopOrder
+from ci_llm.supervisor.child import AttemptResult, StopOrder
 from ci_llm.supervisor.classify import classify_by_status
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Decision, Outcome
@@ -122,14 +122,16 @@ class OwnRun:
         """Classify by what the run wrote about its end; by exit code and output where it could write nothing."""
         self._recovery = run_folder.read_recovery(self._folder)  # an attempt that started again has moved it aside
         status = self._status_of_attempt()
-        failures = run_folder.read_failures(self._folder, status.attempt) if status else []
-        kind, detail = classify_by_status(result, status, failures, has_begun=self._has_begun)
+        cause = run_folder.earliest_failure(run_folder.read_failures(self._folder, status.attempt)) if status else None
+        kind, detail = classify_by_status(result, status, cause, has_begun=self._has_begun)
         damage = self._damage_of_status() if kind == "completed" and status is None else None
         if damage:
             kind, detail = "crashed", damage  # the next attempt writes a status, and resumes or finds it complete
         self._has_begun |= status is not None
-        cause = run_folder.earliest_failure(failures)
-        good_step = self._good_step(cause) if kind == "nonfinite" else None
+        good_step = None
+        if kind == "nonfinite" and cause is not None and cause.step is not None:
+            # What led to non-finite values may have begun some steps before them.
+            good_step = max(0, cause.step - run_folder.GOOD_AFTER_STEPS)
         return Outcome(
             kind,
             detail,
@@ -180,12 +182,6 @@ class OwnRun:
         steps = CheckpointStore(self._folder).all_steps()
         newest = f"newest checkpoint: step {steps[-1]}" if steps else "no checkpoint yet"
         return [f"{newest} in {self._folder}", UNCHANGED]
-
-    def _good_step(self, cause: run_folder.Failure | None) -> int | None:
-        """The last step that counts as good: what led to non-finite values may have begun some steps before them."""
-        if cause is None or cause.step is None:
-            return None
-        return max(0, cause.step - run_folder.GOOD_AFTER_STEPS)
 
     def _has_good_step(self, good_step: int) -> bool:
         """Whether an attempt that ended in non-finite values came further than all before it.

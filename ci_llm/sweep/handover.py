@@ -16,6 +16,7 @@ from ci_llm.checkpoints.checkpoint import Checkpoint, decode, write_checkpoint
 from ci_llm.checkpoints.layout import find_checkpoint, step_folder
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import Config
+from ci_llm.config.schema import FOUND
 from ci_llm.core.durable import remove_tree
 from ci_llm.crowd.given_path import META
 from ci_llm.distributed.precision import CHOICES
@@ -129,9 +130,9 @@ def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) ->
     opened = {folder: _last(folder, step) for folder in dict.fromkeys(folder for folder, _ in sources)}
     members = [(opened[folder], number) for folder, number in sources]
     first = members[0][0]
-    before = Source(first, sources[0][0]).config
+    before = Source(first).config
     by_rows = filter(config.is_open, Config.model_fields)
-    settled = (*CHOICES, "pass_per_agent", "use_gradient_checkpointing", "kernels", *by_rows)
+    settled = (*CHOICES, *FOUND, "pass_per_agent", "use_gradient_checkpointing", "kernels", *by_rows)
     config = config.model_copy(update={key: getattr(before, key) for key in settled})  # what auto was for them
     state = {key: value for key, value in compose(members, _PER_AGENT).items() if key not in _FROM_A_RUN}
     state |= {

@@ -16,24 +16,23 @@ from typing import Any, Final
 
 from ci_llm.base.load import auto_class, load_architecture
 from ci_llm.checkpoints.layout import FINAL, open_folder
-from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.launch import Launch, exit_code_after_stop
 from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
 from ci_llm.config.sweep import Choices, Range, Space, SweepReading
 from ci_llm.core.durable import new_folder, remove_tree, write_new
 from ci_llm.core.quantities import count, duration, size
-from ci_llm.core.run_folder import BEST, Failure, record_attempt, write_failure
-from ci_llm.core.run_status import RunStatus, keep_status
+from ci_llm.core.run_folder import BEST
+from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.card import CardFacts, adapter_card, public_name
 from ci_llm.data.agent_rows import Lengths, sampled
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, ConfigError, NonFinite
 from ci_llm.interrupts import Interrupts
+from ci_llm.run.end.attempt import Attempt, end_at_once
 from ci_llm.run.end.result import write_page
-from ci_llm.run.end.shutdown import command_line, end_at_once, reason_of
 from ci_llm.run.job import meet, run_among
-from ci_llm.run.start.beginning import place_of_attempt
 from ci_llm.run.start.cost_model import USABLE, Untraceable, flops_per_s, trace_longest
 from ci_llm.run.start.loading import Loaded, choice_by_test_rows, load, steps_of
 from ci_llm.run.step.callbacks import Callbacks
@@ -193,7 +192,6 @@ class SweepRunner:
         self._reading, self._interrupts, self._launch = reading, interrupts, launch
         self._say: Callable[[str], None] = say if launch.is_main_process else lambda _: None
         self._folder = reading.config.run_folder
-        self._last_act: Callable[[], str | None] = lambda: None  # of the segment; see `Attempt.interrupted`
 
     def plan(self) -> HalvingPlan:
         """The plan of the sweep, for a dry run."""
@@ -227,42 +225,31 @@ class SweepRunner:
         """Lease the folder, keep its status, and train."""
         loaded = self._load(processes)
         sweep = Sweep.of(self._reading, processes.on_main, partial(self._plan, loaded, processes))
-        processes.require_same_folder(self._folder)
-        store = CheckpointStore(self._folder)
+        manager = CheckpointManager(self._folder, processes=processes, interrupts=self._interrupts)
+        attempt = Attempt(self._reading.config, self._launch, manager)
         try:
-            number = processes.on_main(lambda: _begin(store, self._folder, _steps_done(sweep)))
+            attempt.begin(processes, _steps_done(sweep))
             decided = sweep.standings.plan
             # Once more, because an attempt before this one may have written until it lost the folder.
             sweep = Sweep.of(self._reading, processes.on_main, lambda: (decided.steps[-1], decided.per_pass))
-            sweep.staging = lambda: store.staging
-            status = RunStatus(
-                self._folder,
-                number,
-                is_main_process=processes.is_main_process,
-                still_held=store.holds_lease,
-                staging=store.staging if processes.is_main_process else None,
-            )
-            steps = sum(steps for _, steps in sweep.standings.plan.segment_steps)
-            status.update(total_steps=steps, next_command=command_line(self._launch))
-            status.start(_steps_done(sweep))
-            try:
-                stop = self._train(sweep, processes, loaded, status)
+            sweep.staging = lambda: manager.staging
+            attempt.status.update(total_steps=sum(steps for _, steps in sweep.standings.plan.segment_steps))
+            attempt.status.start(_steps_done(sweep))
+            with attempt.recorded(lambda: attempt.status.current.step):
+                stop = self._train(sweep, processes, loaded, attempt)
                 sweep.require_winner()
-            except KeyboardInterrupt:
-                status.finish("interrupted", "signal:SIGINT", command_line(self._launch))
-                raise
-            except BaseException as error:
-                self._fail(error, number, processes.process_index, status)
-                raise
-            status.finish("interrupted" if stop else "completed", stop, command_line(self._launch) if stop else None)
-            write_page(self._reading.config, processes, self._interrupts, store)
+            if stop is None:
+                attempt.completed()
+            else:
+                attempt.interrupted(stop)
+            write_page(self._reading.config, processes, self._interrupts, manager)
             return sweep, stop
         finally:
             try:
-                store.close()
+                manager.close()
             finally:
                 # Now that the status is written: SLURM ends what is left of the job. The log of the segment is closed.
-                if line := self._last_act():
+                if line := attempt.last_act():
                     self._say(line)
 
     def _load(self, processes: Processes) -> Loaded:
@@ -283,7 +270,7 @@ class SweepRunner:
         fit = partial(trials_per_pass, config, self._reading.spaces, keys.agents_per_pass, keys.trials or 1)
         return steps, processes.on_main(lambda: fit(loaded, processes))
 
-    def _train(self, sweep: Sweep, processes: Processes, loaded: Loaded, status: RunStatus) -> str | None:
+    def _train(self, sweep: Sweep, processes: Processes, loaded: Loaded, attempt: Attempt) -> str | None:
         """Train pack after pack; returns the reason of a stop."""
         cost = processes.on_main(partial(time_needed, self._reading.config, sweep.standings.plan, loaded, processes))
         for line in (*described(sweep.standings.plan, self._reading), cost):
@@ -296,18 +283,10 @@ class SweepRunner:
                 self._say_boundary(sweep, pack.rung - 1)
             self._say(_head(pack, sweep))
             done, first = _steps_done(sweep), sweep.standings.plan.first_step(pack.rung)
-            follow = _Follow(status, done - first)
+            follow = Callbacks([_Follow(attempt.status, done - first)])
+            shared: dict[str, Any] = {"sources": sources, "callbacks": follow, "loaded": loaded, "within": attempt}
             try:
-                told = Callbacks([follow])
-                result = run_among(
-                    processes,
-                    pack.config,
-                    self._interrupts,
-                    sources=sources,
-                    callbacks=told,
-                    loaded=loaded,
-                    end_by=self._keep_last_act,
-                )
+                result = run_among(processes, pack.config, self._interrupts, **shared)
             except NonFinite as end:
                 self._say(f"sweep     segment {pack.number} ends: {end.what}")
                 scores = [math.nan] * len(pack.trials)
@@ -317,7 +296,7 @@ class SweepRunner:
                 scores = pack.scores(result.metrics)
             sources = ()
             sweep.tell(pack, scores)
-            status.update(step=_steps_done(sweep))
+            attempt.status.update(step=_steps_done(sweep))
         self._say_boundary(sweep, len(sweep.standings.plan.steps) - 1)
         processes.on_main(partial(write_best, sweep))
         return None
@@ -332,18 +311,6 @@ class SweepRunner:
         except (OSError, ValueError, KeyError) as error:  # a damaged record
             line = f"rung {rung + 1}: whether its rows tell trials apart is not known ({error!r})"
         self._say(f"sweep     {line}")
-
-    def _keep_last_act(self, act: Callable[[], str | None]) -> None:
-        self._last_act = act
-
-    def _fail(self, error: BaseException, number: int, index: int, status: RunStatus) -> None:
-        """Record why this process fails, for status and supervisor; no collective."""
-        reason = reason_of(error)
-        try:
-            write_failure(self._folder, number, index, Failure.of(error, reason, index, status.current.step))
-            status.finish("failed", reason, command_line(self._launch))
-        except OSError as refusal:
-            self._say(f"the failure could not be written down: {refusal}")
 
 
 def _of_rows(sweep: Sweep, trial: Trial) -> Any:
@@ -361,14 +328,6 @@ class _Follow:
 
     def on_log(self, args: object, state: Any, control: object, **values: Mapping[str, Any]) -> None:
         self._status.update(step=self._offset + state.global_step)
-
-
-def _begin(store: CheckpointStore, folder: Path, step: int) -> int:
-    """Lease the folder for this attempt; returns the number of the attempt."""
-    number = store.acquire_lease()
-    keep_status(folder)
-    record_attempt(folder, number, step, place_of_attempt())
-    return number
 
 
 def _steps_done(sweep: Sweep) -> int:

@@ -6,10 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
-from ci_llm.config import Config
-from ci_llm.run.setup import set_determinism
 from tests.accelerator.conftest import Ran, Simulated
 
 pytestmark = pytest.mark.slow
@@ -61,10 +58,3 @@ def test_an_emergency_save_does_not_queue_behind_the_step_that_it_gives_up(simul
     ran = simulated(options=["--devices", "2", "--program", str(PROGRAMS / "emergency.py")])
     ran.require_order()
     assert ran.trace["contexts"] == [1]
-
-
-def test_fp32_is_multiplied_as_tf32_only_by_its_key() -> None:
-    set_determinism(Config(deterministic=False, tf32=True))
-    assert torch.backends.cuda.matmul.allow_tf32
-    set_determinism(Config(deterministic=False))
-    assert not torch.backends.cuda.matmul.allow_tf32

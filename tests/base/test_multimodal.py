@@ -28,7 +28,7 @@ from ci_llm.base.load import auto_class, load_base
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.embedded import BASE_FOLDER
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from tests.support.campaign import drawn
 from tools.testbed.tiny import batch
 
@@ -75,13 +75,13 @@ def test_agents_on_the_text_part_are_those_of_peft_on_the_whole_model(family: st
 
     crowd = Crowd(load_base(str(folder)).model, LoraSettings(num_agents=2, rank=4, alpha=8), str(folder))
     crowd.choose_route()
-    assert all("language_model." in name for name in crowd.agents.layers)
-    assert len(crowd.agents.layers) == 2 * 7
-    crowd.agents.weights.copy_(
-        torch.randn(crowd.agents.weights.shape, generator=torch.Generator().manual_seed(7)) * 0.1
+    assert all("language_model." in name for name in crowd.storage.layers)
+    assert len(crowd.storage.layers) == 2 * 7
+    crowd.storage.weights.copy_(
+        torch.randn(crowd.storage.weights.shape, generator=torch.Generator().manual_seed(7)) * 0.1
     )
     rows = batch((9, 17, 23))
-    crowd.train().agents.begin_step(0)
+    crowd.train().storage.begin_step(0)
     output = crowd(rows)
     output.loss.backward()
 
@@ -96,7 +96,7 @@ def test_agents_on_the_text_part_are_those_of_peft_on_the_whole_model(family: st
         loss.backward()
         k = crowd.names.index(name)
         assert -output.log_probs[k].mean().item() == pytest.approx(loss.item(), abs=1e-5)
-        for layer, module in crowd.agents.layers.items():
+        for layer, module in crowd.storage.layers.items():
             wanted = alone.get_parameter(f"base_model.model.{layer}.lora_B.default.weight").grad
             assert torch.allclose(module.lora_B[f"agent{k}"].grad, wanted, atol=1e-5)
         prompts = [[5, 9, 11], [7, 3, 8, 12, 30, 41, 6]]

@@ -17,7 +17,7 @@ from ci_llm.base.targets import Layers
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.errors import ConfigError, ModelError
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from tests.support.peft_twins import peft_loss, with_weights_of
 from tools.testbed.tiny import FAMILIES, batch
 from tools.testbed.tiny import base as toy
@@ -48,15 +48,15 @@ def crowd_on(folder: Path, kind: Any, settings: LoraSettings = SETTINGS) -> Crow
     base = load_base(str(folder), "fp32", "cpu", kind)
     crowd = Crowd(base.model, settings, str(folder))
     generator = torch.Generator().manual_seed(1)
-    crowd.agents.weights.copy_(torch.randn(crowd.agents.weights.shape, generator=generator) * 0.05)
+    crowd.storage.weights.copy_(torch.randn(crowd.storage.weights.shape, generator=generator) * 0.05)
     return crowd.train()
 
 
 def gradients(crowd: Crowd, packed: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    crowd.agents.begin_step(0)
+    crowd.storage.begin_step(0)
     loss = crowd(packed).loss
     loss.backward()
-    return loss.detach(), crowd.agents.gradients.clone()
+    return loss.detach(), crowd.storage.gradients.clone()
 
 
 def dense_twin(folder: Path, crowd: Crowd) -> Crowd:
@@ -66,7 +66,7 @@ def dense_twin(folder: Path, crowd: Crowd) -> Crowd:
         if isinstance(layer, QuantizedLinear):
             model.get_submodule(name.removesuffix(".base_layer")).weight.data = layer.weight.clone()
     twin = Crowd(model, crowd.settings, str(folder))
-    twin.agents.weights.copy_(crowd.agents.weights)
+    twin.storage.weights.copy_(crowd.storage.weights)
     return twin.train()
 
 
@@ -120,7 +120,7 @@ def test_loss_and_gradients_are_those_of_peft_on_the_same_quantised_base(folder:
         total += own.item()
         ours = {
             f"base_model.model.{n}.{kind}.default.weight": getattr(m, kind)[f"agent{k}"].grad
-            for n, m in crowd.agents.layers.items()
+            for n, m in crowd.storage.layers.items()
             for kind in ("lora_A", "lora_B")
         }
         theirs = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}

@@ -22,7 +22,7 @@ from ci_llm.crowd.decoding import Decoding
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError
 from ci_llm.lora import layer as lora
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from tests.support.campaign import drawn, sampled
 from tools.testbed import tiny
 from tools.testbed.crews import enter
@@ -51,7 +51,7 @@ def crowd_on(base: Base, targets: Any = "all-linear", layers: Any = "all") -> Cr
     targets = tuple(targets) if isinstance(targets, list) else targets  # as JSON has carried it
     settings = LoraSettings(num_agents=3, rank=4, alpha=8, target_modules=targets, layers=layers)
     crowd = Crowd(base.model, settings, base.name)
-    weights = crowd.agents.weights
+    weights = crowd.storage.weights
     weights.copy_(torch.randn(weights.shape, generator=torch.Generator().manual_seed(1)) * 0.05)
     return crowd.train()
 
@@ -70,11 +70,11 @@ def both(name: str, dtype: str = "fp32", autocast: torch.dtype | None = None, **
 
 def gradients(crowd: Crowd, autocast: torch.dtype | None = None) -> list[Tensor]:
     """[loss, gradients] of rows that differ between the processes."""
-    crowd.agents.begin_step(0)
+    crowd.storage.begin_step(0)
     with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
         loss = crowd(tiny.batch((9 + dist.get_rank(), 17, 23, 1))).loss
     loss.backward()
-    return [loss.detach(), crowd.agents.gradients.clone()]
+    return [loss.detach(), crowd.storage.gradients.clone()]
 
 
 def assert_equal(found: list[Tensor], wanted: list[Tensor]) -> None:
@@ -118,10 +118,10 @@ def share_of_bytes(name: str, quantization: str | None) -> int:
     gradients(sharded)
     layers.follow()
     parts = [each for each in sharded.model.parameters() if is_sharded(each)]
-    assert len(parts) == len(sharded.agents.layers)
-    assert sum(each.nbytes for each in parts) == sum(_stored(each.base_layer) for each in plain.agents.layers.values())
+    assert len(parts) == len(sharded.storage.layers)
+    assert sum(each.nbytes for each in parts) == sum(_stored(each.base_layer) for each in plain.storage.layers.values())
     assert sum(map(stored_here, parts)) * dist.get_world_size() == sum(each.nbytes for each in parts)
-    assert not any(is_sharded(each) for each in sharded.agents.rows)
+    assert not any(is_sharded(each) for each in sharded.storage.rows)
     dist.barrier()
     return 0
 

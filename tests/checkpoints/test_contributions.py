@@ -1,4 +1,4 @@
-"""What each process contributes to a save: votes, which are counted once, and its own part of the state."""
+"""What each process contributes to a save: votes, and its own part of the state."""
 
 from __future__ import annotations
 
@@ -7,29 +7,10 @@ from typing import Any
 import pytest
 
 from ci_llm.checkpoints import contributions
-from ci_llm.checkpoints.contributions import Contribution, EachProcess, SaveVote, Votes, give_own_parts
-from ci_llm.distributed.side_channel import TorchProcessGroup
+from ci_llm.checkpoints.contributions import Contribution, EachProcess, Votes, give_own_parts
 from ci_llm.errors import CheckpointError, ForeignCheckpoint
 
 DUE = Votes(stop=0, save_requested=0, due=1, newer=1)
-
-
-def test_the_votes_on_a_step_are_counted_once_until_they_are_forgotten() -> None:
-    vote = SaveVote(TorchProcessGroup())
-    vote.note_saved(3)
-    vote.forget_refusal(3)
-    assert vote.count(3, lambda: DUE) == DUE, "what was never counted is not remembered"
-    assert vote.count(3, lambda: Votes(1, 1, 1, 1)) == DUE
-    vote.forget_refusal(3)
-    assert vote.count(3, lambda: Votes(1, 1, 1, 1)) == DUE, "it was no refusal"
-    vote.note_saved(3)
-    assert vote.count(3, lambda: DUE) == DUE._replace(newer=0)
-    vote.forget_refusal(2)
-    assert vote.count(3, lambda: DUE) == DUE._replace(newer=0)
-    vote.forget_refusal(3)
-    assert vote.count(3, lambda: DUE) == DUE
-    vote.forget()
-    assert vote.count(3, lambda: Votes(1, 1, 1, 1)) == Votes(1, 1, 1, 1)
 
 
 def test_a_value_that_some_processes_do_not_have_is_refused_with_their_numbers() -> None:

@@ -219,7 +219,7 @@ def test_a_shard_that_is_missing_or_of_another_checkpoint_is_named(
     else:
         shutil.copy(world.directory / "checkpoint_step_1" / shard, hurt)
     with pytest.raises(
-        DamagedCheckpoint, match=f"missing: {shard}" if fate == "missing" else f"{shard} has another digest in"
+        DamagedCheckpoint, match=f"missing: {shard}" if fate == "missing" else f"{shard} has another digest"
     ):
         load_checkpoint(hurt.parent)
     with CheckpointManager(world.directory) as manager:

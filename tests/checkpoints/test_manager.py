@@ -30,7 +30,6 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.layout import numbered_steps, open_step
 from ci_llm.checkpoints.lease import Owner
 from ci_llm.checkpoints.manager import CheckpointManager, load_into
-from ci_llm.checkpoints.policy import SavePolicy
 from ci_llm.checkpoints.state_files import DTYPES, hand_off, read_snapshot, take_snapshot, write_safetensors
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, CheckpointStore
 from ci_llm.core.typed_json import load_json
@@ -63,25 +62,6 @@ def managers(tmp_path: Path) -> Iterator[Any]:
 
 
 # When
-
-
-@pytest.mark.parametrize(
-    ("policy", "call", "due"),
-    [
-        (SavePolicy(4), {"step": 0, "newest": None, "elapsed_s": 0.0}, True),
-        (SavePolicy(4), {"step": 3, "newest": 0, "elapsed_s": 1e9}, False),
-        (SavePolicy(4), {"step": 4, "newest": 0, "elapsed_s": 0.0}, True),
-        (SavePolicy(4), {"step": 4, "newest": 4, "elapsed_s": 0.0}, False),
-        (SavePolicy(4), {"step": 3, "newest": 4, "elapsed_s": 0.0, "must": True}, False),
-        (SavePolicy(4), {"step": 5, "newest": 4, "elapsed_s": 0.0, "must": True}, True),
-        (SavePolicy(None, 300.0), {"step": 4, "newest": 0, "elapsed_s": 299.0}, False),
-        (SavePolicy(None, 300.0), {"step": 5, "newest": 0, "elapsed_s": 300.0}, True),
-        (SavePolicy(100, 300.0), {"step": 100, "newest": 0, "elapsed_s": 1.0}, True),
-        (SavePolicy(None, None), {"step": 100, "newest": 0, "elapsed_s": 1e9}, False),
-    ],
-)
-def test_when_a_checkpoint_is_due(policy: SavePolicy, call: dict[str, Any], due: bool) -> None:
-    assert policy.due(**call) is due
 
 
 def test_saves_are_due_by_steps_by_time_and_on_request(managers: Any) -> None:
@@ -251,7 +231,6 @@ def test_the_library_reads_what_our_writer_writes(state: dict[str, Tensor]) -> N
     back = safetensors.torch.load(data)
     assert back.keys() == state.keys()
     assert all(same(back[name], state[name].contiguous()) for name in state)
-    assert all(bytes(image.tensors[name]) == bits(state[name]) for name in state)
 
 
 @pytest.mark.parametrize(
@@ -302,16 +281,16 @@ def test_info_is_in_the_manifest_and_may_not_use_its_keys(managers: Any) -> None
         manager.save(2, {"a": 1}, info={"step": 3})
 
 
-def test_a_damaged_tensor_is_named(managers: Any, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named(managers: Any, tmp_path: Path) -> None:
     manager = managers()
     manager.save(1, {"optimizer": {"m": torch.ones(100), "v": torch.zeros(100)}})
     path = tmp_path / "run" / "checkpoint_step_1" / "optimizer.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    with pytest.raises(DamagedCheckpoint, match=r"optimizer\.safetensors has another digest in 1 of 2 tensors: v\n"):
+    with pytest.raises(DamagedCheckpoint, match=r"optimizer\.safetensors has another digest"):
         manager.verify(1)
-    with pytest.raises(DamagedCheckpoint, match="tensors: v"):
+    with pytest.raises(DamagedCheckpoint, match=r"optimizer\.safetensors has"):
         manager.restore(1)
 
 

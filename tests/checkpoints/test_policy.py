@@ -19,8 +19,8 @@ from ci_llm.checkpoints.policy import SavePolicy
         (SavePolicy(None, on_steps=(9,)), 9, 4, 0.0, True),
         (SavePolicy(None, on_steps=(9,)), 10, 4, 0.0, False),
         (SavePolicy(None), 3, None, 1e9, False),
+        (SavePolicy(100, 300.0), 100, 0, 1.0, True),
     ],
 )
 def test_when_a_save_is_due(policy: SavePolicy, step: int, newest: int | None, elapsed_s: float, due: bool) -> None:
     assert policy.due(step, newest=newest, elapsed_s=elapsed_s) is due
-    assert policy.due(step, newest=newest, elapsed_s=elapsed_s, must=True) is (newest is None or step > newest)

@@ -1030,7 +1030,7 @@ def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 def entry(data: bytes) -> dict[str, Any]:
-    return {"size": len(data), "digest": digest([data]), "tensors": {}}
+    return {"size": len(data), "digest": digest([data])}
 
 
 @pytest.fixture
@@ -1104,7 +1104,7 @@ def test_a_special_file_is_refused_and_not_opened(target: Path) -> None:
 
 @pytest.mark.parametrize("length", [1 << 40, 101_000_000, 2**64 - 1])
 def test_a_huge_header_is_refused(length: int) -> None:
-    with pytest.raises(ValueError, match="header of"):
+    with pytest.raises(ValueError, match="header"):
         read_safetensors(length.to_bytes(8, "little") + b"{" + b" " * 100)
 
 

@@ -29,7 +29,7 @@ from ci_llm.crowd.importing import load_initial_adapters
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CheckpointError
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.run.start.agent_settings import lora_settings
 from tests.checkpoints.test_store import flip
 from tests.support.messages import Messages
@@ -170,9 +170,7 @@ def test_verify_names_a_missing_file(run: Path, capsys: pytest.CaptureFixture[st
     assert told.out == "", "not even an empty line"
 
 
-def test_many_damaged_files_and_tensors_are_counted_and_five_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_many_damaged_files_are_counted_and_five_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = {f"layer{number}": torch.zeros(4) for number in range(40)}
     write_checkpoint(tmp_path / "a", {f"agent{number}": tensors for number in range(9)})
     for path in (tmp_path / "a").glob("*.safetensors"):
@@ -180,10 +178,7 @@ def test_many_damaged_files_and_tensors_are_counted_and_five_are_named(
         path.write_bytes(data[:-640] + b"\x01" * 640)
     assert verb("verify", tmp_path / "a") == 1
     told = capsys.readouterr().err
-    assert (
-        "agent0.safetensors has another digest in 40 of 40 tensors: layer0, layer1, layer2, layer3, layer4, 35 more"
-        in told
-    )
+    assert "agent0.safetensors has another digest" in told
     assert told.count("has another digest") == 5
     assert "; 4 more" in told
 
@@ -507,7 +502,7 @@ def test_peft_folders_become_agents(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert crowd.generate(["Ann has 7 pens."], max_new_tokens=4)
     fresh = Crowd(embedded(), LoraSettings(2, rank=4, alpha=8, target_modules=("q_proj", "v_proj")), str(BASE_FOLDER))
     assert "one adapter for each agent" in load_initial_adapters(fresh, tmp_path / "crowd")
-    assert torch.equal(fresh.agents.weights, crowd.agents.weights)
+    assert torch.equal(fresh.storage.weights, crowd.storage.weights)
     assert verb("verify", tmp_path / "crowd") == 0
 
 
@@ -563,8 +558,8 @@ def test_agents_that_adapt_some_layers_are_imported(tmp_path: Path) -> None:
         shutil.move(folder, place / f"agent{k}")
     assert verb("import", place, "--to", tmp_path / "crowd") == 0
     crowd = Crowd.from_pretrained(tmp_path / "crowd", device="cpu")
-    assert {name.split(".")[2] for name in crowd.agents.layers} == {"1"}
-    assert {name.rpartition(".")[2] for name in crowd.agents.layers} == {*TARGETS}
+    assert {name.split(".")[2] for name in crowd.storage.layers} == {"1"}
+    assert {name.rpartition(".")[2] for name in crowd.storage.layers} == {*TARGETS}
 
 
 @pytest.mark.slow

@@ -107,9 +107,9 @@ def test_no_verb_runs_code_or_reads_unlisted_files_of_a_checkpoint(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    import ci_llm.serve.start
+    import ci_llm.serve.app
 
-    monkeypatch.setattr(ci_llm.serve.start, "run_until_signal", lambda _: 0)
+    monkeypatch.setattr(ci_llm.serve.app, "run_until_signal", lambda _: 0)
     given: object = run
     if source == "mirror":
         given = f"file://{tmp_path}/mirror"
@@ -155,7 +155,7 @@ def test_the_loss_of_a_checkpoint_is_taken_from_the_command_line(run: Path, mark
 #: Keys of free text that name no code, file or command.
 WORDS = {
     *("lora_target_modules", "loss_type", "dataset_subset", "dataset_split", "eval_split", "prompt_column"),
-    *("answer_column", "text_column", "label_column", "chat_date"),
+    *("answer_column", "text_column", "chat_date"),
 }
 
 

@@ -16,7 +16,7 @@ from ci_llm.base.load import load_base
 from ci_llm.cli import main
 from ci_llm.data.prompts import Prompter
 from ci_llm.embedded import BASE_FOLDER
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 
 pytestmark = pytest.mark.slow
 

@@ -40,7 +40,7 @@ def test_missing_libraries_of_the_extra_are_named(
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What would be served: nothing is listened on."""
-    import ci_llm.serve.start
+    import ci_llm.serve.app
 
     calls: list[Any] = []
 
@@ -48,7 +48,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         calls.append(service)
         return 0
 
-    monkeypatch.setattr(ci_llm.serve.start, "run_until_signal", stand_in)
+    monkeypatch.setattr(ci_llm.serve.app, "run_until_signal", stand_in)
     return calls
 
 

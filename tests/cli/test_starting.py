@@ -22,7 +22,7 @@ from ci_llm.cluster.launch import STARTED, launch_notes, read_launch
 from ci_llm.errors import LaunchError
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.job import Result
-from ci_llm.supervisor import attempt, loop
+from ci_llm.supervisor import child, loop
 from ci_llm.supervisor.options import parse_options
 from tools.testbed.events import DEADLINE_S
 
@@ -206,4 +206,4 @@ def test_a_supervisor_becomes_a_step_unless_its_command_makes_steps_itself(
 
 def test_processes_of_a_supervisor_are_not_taken_for_those_of_the_batch_script() -> None:
     given = {STARTED: "/folder", "HOME": "/home"}
-    assert attempt._environment(given, unbuffered=False) == {"HOME": "/home"}
+    assert child._environment(given, unbuffered=False) == {"HOME": "/home"}

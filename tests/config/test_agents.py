@@ -52,8 +52,8 @@ def written(tmp_path: Path, text: str) -> Path:
             ({"max_train_samples": 10, "dataset_split": "train"}, {"max_train_samples": None, "dataset_split": "all"}),
         ),
         (
-            ["data_seed=[1,2]", "dataset_subset=[main,socratic]"],
-            ({"data_seed": 1, "dataset_subset": "main"}, {"data_seed": 2, "dataset_subset": "socratic"}),
+            ["seed=[1,2]", "dataset_subset=[main,socratic]"],
+            ({"seed": 1, "dataset_subset": "main"}, {"seed": 2, "dataset_subset": "socratic"}),
         ),
     ],
 )
@@ -114,10 +114,8 @@ def test_a_ratio_of_an_agent_sets_aside_the_common_number_of_steps() -> None:
         "agents: [{max_seq_length: 9}]",
         "agents: [{save_steps: 9}]",
         "agents: [{eval_dataset_name: x}]",
-        "agents: [{dataset_weights: [1]}]",
         "max_train_samples: [4, 0]",
-        "dataset_name: [[a, b], [c]]\ndataset_weights: [1, 2]",
-        "data_seed: [1, 2]\ndiversity: swd",
+        "dataset_name: [[a], [b]]\ndiversity: swd",
         "agents: [{num_agents: 2}]",
         "agents: [{lr: -1}]",
         "agents: [{lr: 1, learning_rate: 2}]",
@@ -191,18 +189,14 @@ def test_differences_compare_the_meaning_of_entries_and_not_their_spelling() -> 
     assert not as_list.diff(Config(learning_rate=[1e-3, 2e-3], agents=[{"name": "a"}, {"name": "b"}]))
 
 
-def test_each_agent_has_the_rows_and_the_order_of_its_own_keys() -> None:
+def test_each_agent_has_the_rows_of_its_own_keys() -> None:
     config = Config(dataset_name="a,b", agents=[{"dataset_name": "c"}, {}, {"max_train_samples": 5, "seed": 1}], seed=9)
     assert [own.dataset_names for own in config.rows_of_each] == [("c",), ("a", "b"), ("a", "b")]
     assert [own.max_train_samples for own in config.rows_of_each] == [None, None, 5]
     assert {own.seed for own in config.rows_of_each} == {9}, "an agent's seed is not that of its rows"
-    assert config.data_seeds == [9, 9, 9]
     assert (config.task, config.all_dataset_names) == ("c,a,b", ("c", "a", "b"))
     assert config.has_own_rows
-    assert Config(data_seed=[1, 2]).data_seeds == [1, 2]
-    assert Config(data_seed=[1, 2]).has_own_rows
-    assert Config(agents=[{"data_seed": 3}, {}], data_seed=4).data_seeds == [3, 4]
-    for common in (Config(), Config(seed=[1, 2]), Config(data_seed=7), Config(agents=[{"dataset_name": "c"}] * 2)):
+    for common in (Config(), Config(seed=[1, 2]), Config(agents=[{"dataset_name": "c"}] * 2)):
         assert not common.has_own_rows
 
 
@@ -210,5 +204,3 @@ def test_another_data_set_of_an_agent_is_a_difference() -> None:
     both = Config(dataset_name=[["a"], ["b"]]), Config(dataset_name=[["a"], ["c"]])
     (change,) = both[0].diff(both[1])
     assert (change.key, change.old, change.new, change.kind) == ("dataset_name", ["a", "b"], ["a", "c"], "free")
-    (change,) = Config(data_seed=[1, 2]).diff(Config(num_agents=2))
-    assert (change.old, change.new, change.kind) == ([1, 2], [42, 42], "sample-exact")

@@ -8,6 +8,7 @@ import pytest
 
 from ci_llm.config import Config, groups, load_config, parse_config, read_call
 from ci_llm.config.foreign import ALIASES, ALWAYS, NO_EFFECT, TRANSLATIONS, UNSUPPORTED, VALUE_ALIASES
+from ci_llm.config.schema import FOUND
 from ci_llm.config.sweep import read_sweep
 from ci_llm.errors import ConfigError
 from tests.config.test_config import changed
@@ -40,7 +41,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("max_steps=-1", {}),
     ("max_steps=500", {"max_train_steps": 500}),
     ("optim=adamw_torch_fused", {}),
-    ("disable_tqdm=true", {"progress_bar": False}),
+    ("disable_tqdm=true", {}),
     ("eval_strategy=no", {"eval_steps": None}),
     ("stage=rm", {"objective": "reward"}),
     ("pref_loss=ipo", {"loss_type": ("ipo",)}),
@@ -93,7 +94,7 @@ def test_a_group_of_axolotl_is_answered_with_the_keys_to_write(written: str, tmp
 def test_the_tables_of_names_do_not_overlap() -> None:
     assert not {*ALIASES} & {*TRANSLATIONS} | {*ALIASES} & {*UNSUPPORTED}
     assert not {*NO_EFFECT} & {*TRANSLATIONS, *UNSUPPORTED, *ALIASES}
-    assert not {*Config.model_fields} & {*TRANSLATIONS, *UNSUPPORTED, *ALIASES, *NO_EFFECT}
+    assert not {*Config.model_fields} - {*FOUND} & {*TRANSLATIONS, *UNSUPPORTED, *ALIASES, *NO_EFFECT}
 
 
 def test_every_name_means_what_it_has_always_meant(messages: Messages) -> None:
@@ -123,6 +124,10 @@ def test_every_translation_is_a_valid_key_and_value() -> None:
 #: A value of each that asks for something.
 ASKED = {
     "loss_csv": True,
+    "disable_tqdm": True,
+    "enable_progress_bar": False,
+    "profile_steps": 5,
+    "tf32": True,
     "swd_num_projections": 50,
     "dirichlet_alpha_aggregator": 4.0,
     "parallel_mode": True,

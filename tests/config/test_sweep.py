@@ -124,7 +124,7 @@ def test_the_longest_warm_up_of_any_trial(words: list[str], steps: int) -> None:
         ["lr=log(1e-4,1e-2)", "batch_size=[2,4]"],
         ["lr=log(1e-4,1e-2)", "max_train_steps=log(2,4)"],
         ["lr=log(1e-4,1e-2)", "eval_steps=[2,4]"],
-        ["lr=log(1e-4,1e-2)", "data_seed=[1,2]"],
+        ["lr=log(1e-4,1e-2)", "max_train_samples=[1,2]"],
         ["learning_rat=[1,2]", "lr=[1e-3,2e-3]"],
         ["lr=[]"],
         ["lr=log(1e-2,1e-4)"],
@@ -177,7 +177,7 @@ def test_optuna_absent_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_key_that_agents_may_have_of_their_own_may_have_a_space_but_which_rows_they_read() -> None:
     assert {"learning_rate", "lora_rank", "seed", "lora_target_modules"} <= {*SPACE_KEYS} <= {*OWN_KEYS}
-    assert not {"dataset_name", "max_train_samples", "data_seed"} & {*SPACE_KEYS}
+    assert not {"dataset_name", "max_train_samples"} & {*SPACE_KEYS}
 
 
 def test_values_of_a_range_can_be_typed() -> None:

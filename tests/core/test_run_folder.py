@@ -14,12 +14,12 @@ from ci_llm.core.metrics_file import METRICS_NAME
 from ci_llm.core.run_folder import OF_A_RUN, SEGMENTS, SWEEP, is_reserved, parsed, read_began, record_attempt
 from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError
 from ci_llm.evaluation.loading import PREDICTIONS
-from ci_llm.logs import hardware, profile, run_log
+from ci_llm.logs import hardware, run_log
 from ci_llm.mirror.head import TOKEN_FILE
 from ci_llm.report import page
 from ci_llm.run.step import members
 
-MOVED = {FINAL, QUARANTINE, SUPERSEDED, PREDICTIONS, hardware.FILE_NAME, profile.FOLDER, page.NAME}
+MOVED = {FINAL, QUARANTINE, SUPERSEDED, PREDICTIONS, hardware.FILE_NAME, page.NAME}
 MOVED |= {run_log.LOG_NAME, METRICS_NAME, members.FOLDER}
 BESIDE = {OVERWRITTEN, TOKEN_FILE, SEGMENTS, SWEEP}
 

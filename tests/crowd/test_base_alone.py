@@ -14,7 +14,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.pretrained import open_base
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.prompts import Prompter
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from tests.support.crowds import disturbed_crowd
 from tools.testbed.tiny import base, batch
 
@@ -26,9 +26,9 @@ def test_the_nll_is_that_of_the_plain_model(family: str, route: Any) -> None:
     plain = base(family)
     crowd = Crowd(copy.deepcopy(plain), LoraSettings(num_agents=2, agents=({"rank": 2}, {"rank": 4})), "toy").eval()
     with torch.no_grad():
-        crowd.agents.weights.normal_(0, 0.5, generator=torch.Generator().manual_seed(1))
+        crowd.storage.weights.normal_(0, 0.5, generator=torch.Generator().manual_seed(1))
     crowd.route, crowd.learned = route, Learned((0.2, 0.8))
-    before, rows = crowd.agents.weights.clone(), batch((7, 5))
+    before, rows = crowd.storage.weights.clone(), batch((7, 5))
     with crowd.without_agents():
         found = score(crowd, [rows], "dirichlet")
     assert found is not None
@@ -39,7 +39,7 @@ def test_the_nll_is_that_of_the_plain_model(family: str, route: Any) -> None:
         wanted.append(-sum(float(logits[rows.predict_from[at] - start, rows.targets[at]]) for at in own))
     assert found.nll.shape == (2, 2), "the base as the only agent, and a crowd of it"
     assert found.nll[0].tolist() == pytest.approx(wanted, rel=1e-4)
-    assert torch.equal(crowd.agents.weights, before)
+    assert torch.equal(crowd.storage.weights, before)
     assert (crowd.num_agents, crowd.learned) == (2, Learned((0.2, 0.8)))
     with_agents = score(crowd, [rows], "probability")
     assert with_agents is not None

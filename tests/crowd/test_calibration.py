@@ -28,8 +28,9 @@ from ci_llm.crowd.answers import (
 )
 from ci_llm.crowd.asking import Answer, prompter_of
 from ci_llm.crowd.exporting import prepare
+from ci_llm.crowd.generation import targets_of
 from ci_llm.crowd.pretrained import weights_fingerprint
-from ci_llm.crowd.scoring import score, targets_of
+from ci_llm.crowd.scoring import score
 from ci_llm.data.batches import Batch, pack
 from ci_llm.embedded import rows
 from tests.support.crowds import disturbed_crowd, save_crowd

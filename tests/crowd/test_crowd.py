@@ -78,7 +78,7 @@ def test_equal_agents_do_not_disagree_and_others_do(crowd: Crowd) -> None:
     assert bool((found > 1e-3).all() and (found <= math.log(K)).all())
     alike = disturbed_crowd()
     with torch.no_grad():
-        alike.agents.weights.copy_(alike.agents.weights[:1].expand_as(alike.agents.weights))
+        alike.storage.weights.copy_(alike.storage.weights[:1].expand_as(alike.storage.weights))
     assert float(alike.disagreement(PROMPTS, ANSWERS).max()) < 1e-6
     assert crowd.training is alike.training is False
 
@@ -104,7 +104,7 @@ def test_an_agent_is_a_plain_peft_model_that_answers_alone(crowd: Crowd, tmp_pat
     assert crowd.prompter is not None
     ids = torch.tensor([crowd.prompter.ids(PROMPTS[0])])
     alone = crowd.generate(PROMPTS[:1], max_new_tokens=6, details=True)[0].agents
-    weights = crowd.agents.weights.clone()
+    weights = crowd.storage.weights.clone()
     for number in range(K):
         agent = crowd[number]
         assert isinstance(agent, PeftModel)
@@ -124,7 +124,7 @@ def test_an_agent_is_a_plain_peft_model_that_answers_alone(crowd: Crowd, tmp_pat
         for name, parameter in agent.named_parameters():
             if "lora_B" in name:
                 parameter.add_(1)
-    assert torch.equal(crowd.agents.weights, weights), "it has a copy"
+    assert torch.equal(crowd.storage.weights, weights), "it has a copy"
     assert crowd.generate(PROMPTS[:1], max_new_tokens=6, details=True)[0].agents == alone
 
 

@@ -13,14 +13,14 @@ import torch
 from ci_llm import Crowd
 from ci_llm.crowd import aggregators
 from ci_llm.crowd import decoder as decoder_module
-from ci_llm.crowd.aggregators import aggregate, probability
+from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.choosing import choose
 from ci_llm.crowd.columns import Columns
 from ci_llm.crowd.decoder import Decoder
 from ci_llm.crowd.decoding import CROWD, Decoding, Request
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import ModelError
-from ci_llm.lora.layer import NOBODY
+from ci_llm.lora.reading import NOBODY
 from tests.lora.test_adapters import K, crowd_of
 from tests.lora.test_kernels import ByOneDnn
 from tests.support.campaign import sampled, size
@@ -51,7 +51,7 @@ def one_thread() -> Iterator[None]:
 @torch.no_grad()
 def moved(crowd: Crowd) -> Crowd:
     """With smaller weights these toys only repeat the last token."""
-    crowd.agents.weights.mul_(4)
+    crowd.storage.weights.mul_(4)
     return crowd.eval()
 
 
@@ -272,15 +272,10 @@ def test_an_error_in_one_row_fails_that_row_only(llama: Crowd, monkeypatch: pyte
     def broken(log_probs: torch.Tensor) -> torch.Tensor:
         if log_probs.shape[1] != 1 or log_probs[0, 0].argmax() == log_probs[0, :, :].argmax():
             raise ZeroDivisionError("of an aggregator")
-        return probability.aggregate(log_probs)
+        return aggregators.mean(log_probs)
 
     good, bad = Request(PROMPTS[0], GREEDY), Request(PROMPTS[1], Decoding(12, aggregator="logit"))
-    real = aggregators.load_plugin
-
-    def load_plugin(package: str, name: str, attribute: str, *default: Any) -> Any:
-        return broken if (name, attribute) == ("logit", "aggregate") else real(package, name, attribute, *default)
-
-    monkeypatch.setattr(aggregators, "load_plugin", load_plugin)
+    monkeypatch.setattr(aggregators, "_OWN", {**aggregators._OWN, "logit": (broken, None)})
     decoder = Decoder(llama)
     decoder.admit([good, bad])
     assert {*decoder.step()} == {good, bad}

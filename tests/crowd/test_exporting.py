@@ -31,7 +31,7 @@ from ci_llm.data.prompts import Prompter
 from ci_llm.distributed.precision import DTYPES
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from tests.data.test_encoder import byte_tokenizer
 from tests.evaluation.trials import train
 from tools.testbed.events import DEADLINE_S
@@ -84,7 +84,7 @@ def saved_crowd(place: Path, family: str) -> Crowd:
     crowd = Crowd(loaded.model, SETTINGS[family], loaded.name, loaded.pad_id)
     crowd.prompter = Prompter(loaded.tokenizer)
     with torch.no_grad():
-        crowd.agents.weights.normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
+        crowd.storage.weights.normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
     crowd.save_pretrained(place / "crowd")
     return crowd.eval()
 
@@ -159,10 +159,10 @@ def mean_model(folder: Path, crowd: Crowd) -> Tensor:
     """Logits of the base with the mean of the agents' products added to its weights, in fp64."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     for k in range(K):
-        tensors = crowd.agents.agent_tensors(k)
-        for name in crowd.agents.layers:
+        tensors = crowd.agents[k].state_dict()
+        for name in crowd.storage.layers:
             a, b = (tensors[f"base_model.model.{name}.lora_{side}.weight"].double() for side in "AB")
-            model.get_submodule(name).weight.data += crowd.agents.each[k].scaling / K * b @ a
+            model.get_submodule(name).weight.data += crowd.agents[k].settings.scaling / K * b @ a
     with torch.no_grad():
         logits: Tensor = model(input_ids=IDS).logits
         return logits.float()
@@ -172,7 +172,7 @@ def mean_model(folder: Path, crowd: Crowd) -> Tensor:
 def test_a_saved_crowd_opens_with_the_same_bits(crowd: Crowd, source: Path) -> None:
     verify_folder(source)
     opened = Crowd.from_pretrained(source, device="cpu")
-    assert torch.equal(opened.agents.weights, crowd.agents.weights)
+    assert torch.equal(opened.storage.weights, crowd.storage.weights)
     assert opened.settings == crowd.settings
     for one, other in zip(logits_of(opened), logits_of(crowd), strict=True):
         assert torch.equal(one, other)
@@ -187,7 +187,7 @@ def test_an_exported_crowd_opens_again_and_plain_peft_opens_its_agents(
 ) -> None:
     prepare(source, device="cpu").write(tmp_path / "out", None)
     again = Crowd.from_pretrained(tmp_path / "out", device="cpu")
-    assert torch.equal(again.agents.weights, crowd.agents.weights)
+    assert torch.equal(again.storage.weights, crowd.storage.weights)
     for name in ("tokenizer", "agent0", "agent2"):
         assert AutoTokenizer.from_pretrained(tmp_path / "out" / name)("3 + 4 =").input_ids
     plain = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
@@ -322,7 +322,7 @@ def test_a_crowd_opens_from_the_hubs_cache(
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
     opened = Crowd.from_pretrained("someone/stories", device="cpu")
-    assert torch.equal(opened.agents.weights, crowd.agents.weights)
+    assert torch.equal(opened.storage.weights, crowd.storage.weights)
     assert main(["generate", "someone/stories", "Ann has 3 pens.", "--max-new-tokens", "3"]) == 0
     assert capsys.readouterr().out == crowd.generate("Ann has 3 pens.", max_new_tokens=3)[0] + "\n"
 

@@ -27,7 +27,7 @@ from ci_llm.data.encoder import Encoder
 from ci_llm.data.prompts import Prompter, last_answer
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DamagedCheckpoint, DataError, ForeignCheckpoint, ModelError
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from tests.data import test_encoder as templates
 from tests.lora.test_adapters import K, crowd_of, peft_twin
 from tests.support.campaign import drawn
@@ -67,7 +67,7 @@ def test_crowd_and_agents_generate_what_full_passes_give(family: str) -> None:
     """Prompts of different length, padded in one batch, beside each of them alone."""
     crowd = crowd_of(base(family, torch.float32 if family in ONLY_FP32 else torch.float64)).eval()
     with torch.no_grad():
-        crowd.agents.weights.mul_(4)  # with smaller weights some of these toys only repeat the last token
+        crowd.storage.weights.mul_(4)  # with smaller weights some of these toys only repeat the last token
     generated = crowd.generate_ids(PROMPTS, GREEDY, include_agents=True)
     everyone = list(range(K))
     assert generated.crowd == [reference_ids(crowd, everyone, p, "probability") for p in PROMPTS]
@@ -169,10 +169,10 @@ def test_an_agent_with_nan_is_left_out() -> None:
     crowd = crowd_of(base("llama")).eval()
     wanted = [reference_ids(crowd, [0, 2], prompt, "probability") for prompt in PROMPTS]
     with torch.no_grad():
-        crowd.agents.weights[1] = float("nan")
+        crowd.storage.weights[1] = float("nan")
     assert crowd.generate_ids(PROMPTS, GREEDY).crowd == wanted
     with torch.no_grad():
-        crowd.agents.weights.fill_(float("nan"))
+        crowd.storage.weights.fill_(float("nan"))
     with pytest.raises(ModelError, match="the logits of every agent hold NaN"):
         crowd.generate_ids(PROMPTS, GREEDY)
 
@@ -286,7 +286,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     threads = torch.get_num_threads()
     words = ["num_agents=2", "lora_rank=2", "max_train_steps=3", "batch_size=4", "eval_samples=4", "eval_steps=100"]
     words += ["max_train_samples=12", "learning_rate=2e-2", "report_to=none", "save_steps=100", f"output_dir={folder}"]
-    words += ["generation_eval_samples=0", "write_report=false"]
+    words += ["generation_eval_samples=0"]
     assert main.main(["train", "--config", str(CONFIG), *words]) == 0
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(False)
@@ -323,7 +323,7 @@ def test_the_decoder_and_transformers_write_the_same(choices: dict[str, Any]) ->
     """There are as many slots as prompts, or fewer, so that prompts wait for a slot that becomes free."""
     crowd = crowd_of(base("llama")).eval()
     with torch.no_grad():
-        crowd.agents.weights.mul_(4)
+        crowd.storage.weights.mul_(4)
     how = Wanted(Decoding(max_new_tokens=9, **choices), include_agents=True, uncertainty=True)
     found = {}
     for by_decoder, at_a_time in ((False, 3), (True, 3), (True, 2), (True, 1)):
@@ -423,12 +423,12 @@ def test_a_crowd_saved_by_a_users_own_loop_opens(tmp_path: Path, form: Any) -> N
         crowd.generate("hello")
     crowd.prompter = Prompter(loaded.tokenizer, form)
     with torch.no_grad():
-        crowd.agents.weights.normal_(0, 0.05, generator=torch.Generator().manual_seed(0))
+        crowd.storage.weights.normal_(0, 0.05, generator=torch.Generator().manual_seed(0))
     with CheckpointManager(tmp_path, async_save=False) as manager:
         manager.save(7, {**crowd.adapter_files(), "ci_llm_meta_config": crowd.meta(loaded.fingerprint)})
     opened = Crowd.from_pretrained(tmp_path / "checkpoint_step_7", device="cpu")
     assert opened.model.dtype == torch.bfloat16
     assert opened.prompter is not None
     assert opened.prompter.form == form
-    assert torch.equal(opened.agents.weights, crowd.agents.weights)
+    assert torch.equal(opened.storage.weights, crowd.storage.weights)
     assert opened.generate(QUESTIONS, max_new_tokens=8) == crowd.generate(QUESTIONS, max_new_tokens=8)

@@ -18,12 +18,12 @@ from ci_llm.base.load import load_base
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.cli.main import main
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.gguf_adapter import require_convertible, write_gguf_adapter
+from ci_llm.crowd.exporting import require_convertible, write_gguf_adapter
 from ci_llm.crowd.given_path import META
 from ci_llm.crowd.merging import Adapter
 from ci_llm.data.prompts import Prompter
 from ci_llm.errors import ModelError
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from tests.support.gguf_files import Kind, permuted, write_gguf
 from tools.testbed.tiny import base as tiny_base
 
@@ -47,7 +47,7 @@ def saved_crowd(place: Path, architecture: str, kind: gguf.GGMLQuantizationType 
     crowd = Crowd(loaded.model, SETTINGS[architecture], loaded.name, loaded.pad_id)
     crowd.prompter = Prompter(loaded.tokenizer)
     with torch.no_grad():
-        crowd.agents.weights.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
+        crowd.storage.weights.normal_(0, 0.1, generator=torch.Generator().manual_seed(1))
     config = f"model_name: {place / 'base.gguf'}\nnum_agents: 2\n".encode()
     state = {**crowd.adapter_files(), META: crowd.meta(loaded.fingerprint), "config.yaml": config}
     write_checkpoint(place / "crowd", state, step=3)

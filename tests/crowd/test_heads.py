@@ -19,17 +19,18 @@ from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters
 from ci_llm.crowd.preferences import Preferences
-from ci_llm.data.batches import AgentBatches, pack
+from ci_llm.data.batches import pack
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Completion, Pair
 from ci_llm.data.units import Unit, label_of, unit_of
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import BadInput, ForeignCheckpoint, ModelError
 from ci_llm.lora.heads import SCORE
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import objective_of
 from tests.crowd.test_preferences import ALPHA, RANK, ROWS, STEPS, K, example, gradients_of, load, step_of
 from tests.support.campaign import sampled, sampled_cases
+from tests.support.micro_steps import owned
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -48,7 +49,7 @@ def crowd_of(outputs: int, dtype: torch.dtype = torch.float32, count: int = K, *
     crowd = Crowd(base.model, own, "embedded", base.pad_id)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        crowd.agents.weights.add_(torch.randn(crowd.agents.weights.shape, generator=generator, dtype=dtype) * 0.03)
+        crowd.storage.weights.add_(torch.randn(crowd.storage.weights.shape, generator=generator, dtype=dtype) * 0.03)
     return crowd.train()
 
 
@@ -84,11 +85,11 @@ def lora_config() -> Any:
 
 def compare(crowd: Crowd, objective: Any, units: Sequence[Unit], model: Any, loss_of: Any, atol: float) -> None:
     """Three steps of gradient descent, with the losses and gradients of both sides."""
-    batch, head_moved = pack(units, range(len(units))), crowd.agents.agent_tensors(0)[SCORE].clone()
+    batch, head_moved = pack(units, range(len(units))), crowd.agents[0].state_dict()[SCORE].clone()
     for _ in range(STEPS):
         losses, gradients, _ = step_of(crowd, Preferences(objective, crowd), [batch])
         for k in range(K):
-            load(model, crowd.agents.agent_tensors(k))
+            load(model, crowd.agents[k].state_dict())
             theirs = loss_of()
             theirs.backward()
             assert float(losses[k]) / len(units) == pytest.approx(float(theirs), rel=0, abs=atol)
@@ -103,8 +104,8 @@ def compare(crowd: Crowd, objective: Any, units: Sequence[Unit], model: Any, los
             for name, tensor in found.items():
                 torch.testing.assert_close(tensor / len(units), wanted[name], rtol=0, atol=atol)
         with torch.no_grad():
-            crowd.agents.weights.sub_(RATE / len(units) * gradients)
-    assert not torch.equal(head_moved, crowd.agents.agent_tensors(0)[SCORE])
+            crowd.storage.weights.sub_(RATE / len(units) * gradients)
+    assert not torch.equal(head_moved, crowd.agents[0].state_dict()[SCORE])
 
 
 REWARDS: Final = (
@@ -156,7 +157,7 @@ def test_rewards_are_learned_as_by_trl(
     inputs = trainer._prepare_inputs(trainer.data_collator([*trainer.train_dataset]))
     trainer.model.train()
     crowd = crowd_of(1, dtype)
-    crowd.agents.pass_per_agent = dtype == torch.float64
+    crowd.storage.pass_per_agent = dtype == torch.float64
     atol = 1e-5 if dtype == torch.float32 else 1e-9
     compare(
         crowd,
@@ -190,11 +191,11 @@ def test_labels_are_learned_as_by_transformers(name: str, labels: tuple[float, .
 
 def test_an_agent_has_the_bits_that_it_has_alone() -> None:
     crowd, batch = crowd_of(CLASSES), pack(texts(), range(4))
-    crowd.agents.pass_per_agent = True
+    crowd.storage.pass_per_agent = True
     losses, gradients, metrics = step_of(crowd, Preferences(ours("classification"), crowd), [batch])
     alone = crowd_of(CLASSES, count=1)
     for k in range(K):
-        alone.agents.weights.copy_(crowd.agents.weights[k : k + 1])
+        alone.storage.weights.copy_(crowd.storage.weights[k : k + 1])
         found = step_of(alone, Preferences(ours("classification"), alone), [batch])
         for one, other in zip(found, (losses, gradients, metrics), strict=True):
             assert torch.equal(one, other[k : k + 1])
@@ -214,22 +215,22 @@ def test_the_loss_of_a_step_does_not_depend_on_micro_batches(name: str, outputs:
 def test_agents_with_rows_of_their_own_have_heads_of_their_own() -> None:
     crowd, rows = crowd_of(CLASSES), texts()
     each = [pack(rows[:1], [0]), pack(rows[1:], [1, 2, 3])]
-    values = crowd(AgentBatches(tuple(each))).each
+    values = crowd(owned(each))
     for k, batch in enumerate(each):
         torch.testing.assert_close(values[k].values, crowd(batch).values[k : k + 1], rtol=0, atol=1e-5)
 
 
 def head_of(crowd: Crowd, storage: Tensor) -> Tensor:
-    return storage[:, -crowd.agents.head.size :]
+    return storage[:, -crowd.storage.head.size :]
 
 
 def test_masks_leave_heads_alone() -> None:
     crowd, batch = crowd_of(CLASSES, dropconnect=0.5), pack(texts(), range(4))
-    agents = crowd.agents
-    agents.begin_step(1)
-    assert agents.drawn.masks is not None
-    assert (head_of(crowd, agents.drawn.masks) == 1).all()
-    assert (agents.drawn.masks == 0).any()
+    crowd.storage.begin_step(1)
+    masks = crowd.storage.drawn.masks
+    assert masks is not None
+    assert (head_of(crowd, masks) == 1).all()
+    assert (masks == 0).any()
     assert crowd(batch).values.shape == (K, 4, CLASSES)
 
 
@@ -238,7 +239,7 @@ def test_heads_follow_their_agents_into_another_crowd_and_precision() -> None:
     values = crowd(batch).values
     twin = copy.deepcopy(crowd)
     with torch.no_grad():
-        twin.agents.rows[0].zero_()
+        twin.storage.rows[0].zero_()
         assert torch.equal(crowd(batch).values, values)
         assert not twin(batch).values[0].any()
     assert {f"heads.agent{k}" for k in range(K)} <= {name for name, _ in crowd.named_parameters()}
@@ -337,16 +338,16 @@ def test_agents_start_from_adapters_with_heads_and_without(tmp_path: Path) -> No
     donor = saved(tmp_path / "crowd")
     crowd = crowd_of(CLASSES)
     load_initial_adapters(crowd, tmp_path / "crowd")
-    assert torch.equal(crowd.agents.weights, donor.agents.weights)
+    assert torch.equal(crowd.storage.weights, donor.storage.weights)
     base = load_base("embedded")
     writers = Crowd(base.model, LoraSettings(num_agents=1, rank=RANK, alpha=ALPHA), str(BASE_FOLDER), base.pad_id)
     with pytest.raises(ForeignCheckpoint, match=r"score\.weight"):
         load_initial_adapters(writers, tmp_path / "crowd/agent0")
     writers.save_pretrained(tmp_path / "writers")
-    heads = crowd.agents.agent_tensors(1)[SCORE].clone()
+    heads = crowd.agents[1].state_dict()[SCORE].clone()
     load_initial_adapters(crowd, tmp_path / "writers")
-    assert torch.equal(crowd.agents.agent_tensors(1)[SCORE], heads)
-    assert torch.equal(crowd.agents.weights[1, : writers.agents.sizes[0]], writers.agents.weights[0])
+    assert torch.equal(crowd.agents[1].state_dict()[SCORE], heads)
+    assert torch.equal(crowd.storage.weights[1, : writers.storage.sizes[0]], writers.storage.weights[0])
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
 from ci_llm.crowd.objective import Objective
 from ci_llm.errors import CiLlmError, ForeignCheckpoint, ModelError
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.run.start.agent_settings import lora_settings
 from tools.testbed.tiny import base, batch
 
@@ -55,7 +55,7 @@ def test_one_adapter_for_each_agent(tmp_path: Path) -> None:
     made = crowd()
     assert "each agent" in load_initial_adapters(made, tmp_path)
     assert not made.meta("print")["common_start"]
-    assert not torch.equal(made.agents.weights[0], made.agents.weights[1])
+    assert not torch.equal(made.storage.weights[0], made.storage.weights[1])
 
 
 @pytest.mark.fast_cases(1)
@@ -95,13 +95,13 @@ def test_adapters_that_are_not_plain_lora_are_refused(changes: Any, message: str
 def trained(made: Crowd, diversity: str = "none") -> Crowd:
     """After three steps."""
     objective = Objective(diversity, 0.5)
-    optimizer = torch.optim.AdamW([{"params": [row]} for row in made.agents.rows], lr=1e-2)
+    optimizer = torch.optim.AdamW([{"params": [row]} for row in made.storage.rows], lr=1e-2)
     torch.manual_seed(0)
     made.train()
     for step in range(3):
-        made.agents.begin_step(step)
+        made.storage.begin_step(step)
         rows = batch()
-        objective(made(rows), rows, step).total.backward()
+        objective(made(rows), step).total.backward()
         optimizer.step()
     return made
 
@@ -112,7 +112,7 @@ def test_agents_that_start_equal_stay_equal_and_are_refused(diversity: str) -> N
     made = crowd(initialize_adapters_rand=False)
     with pytest.raises(ModelError, match="2 of 2 agents begin with the same weights"):
         require_distinct_agents(made, "here")
-    one, other = trained(made, diversity).agents.weights
+    one, other = trained(made, diversity).storage.weights
     assert torch.equal(one, other)
 
 
@@ -123,7 +123,7 @@ def test_agents_with_equal_starts_and_their_own_masks_are_accepted(masks: str, t
     made = crowd(**{masks: 0.2})
     load_initial_adapters(made, tmp_path)
     require_distinct_agents(made, "here")
-    one, other = trained(made).agents.weights
+    one, other = trained(made).storage.weights
     assert not torch.equal(one, other)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.merging import METHODS, Adapter, merge_into_base, merge_of, merged
 from ci_llm.errors import BadInput
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from tools.testbed.tiny import base
 
 K, R = 3, 4
@@ -26,9 +26,9 @@ def agents_on(model: Any, *, scale: float = 0.1, seed: int = 7, alike: bool = Fa
     crowd = Crowd(model, LoraSettings(K, **chosen), "toy")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        crowd.agents.weights.copy_(torch.randn(crowd.agents.weights.shape, generator=generator) * scale)
+        crowd.storage.weights.copy_(torch.randn(crowd.storage.weights.shape, generator=generator) * scale)
         if alike:
-            crowd.agents.weights[1:] = crowd.agents.weights[0]
+            crowd.storage.weights[1:] = crowd.storage.weights[0]
     files = crowd.adapter_files()
     crowd.detach()
     names = [f"agent{k}" for k in range(K)]

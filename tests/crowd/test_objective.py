@@ -8,13 +8,12 @@ from torch import Tensor
 
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.diversity.none import jensen_gap
-from ci_llm.crowd.diversity.swd import row_states, sliced_wasserstein, unit_directions
+from ci_llm.crowd.diversity import jensen_gap, row_states, sliced_wasserstein, unit_directions
 from ci_llm.crowd.model import CrowdOutput
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch
-from ci_llm.lora.layer import LoraSettings
 from ci_llm.lora.passes import Head, target_log_probs
+from ci_llm.lora.settings import LoraSettings
 from tools.testbed.tiny import base, batch
 
 ALL_AGENTS = torch.ones(3, dtype=torch.bool)
@@ -109,7 +108,7 @@ def output_of(crowd: Crowd, packed: Batch) -> CrowdOutput:
 def crowd() -> Crowd:
     made = Crowd(base(), LoraSettings(num_agents=3, rank=4), "toy")
     with torch.no_grad():
-        made.agents.weights.copy_(random(*made.agents.weights.shape) * 0.1)
+        made.storage.weights.copy_(random(*made.storage.weights.shape) * 0.1)
     return made
 
 
@@ -126,7 +125,7 @@ def test_the_gap_is_a_sum_over_tokens_and_that_of_the_crowds_loss(crowd: Crowd) 
 def test_diversity_none_adds_no_term_and_measures_the_gap(crowd: Crowd) -> None:
     packed = batch((9, 17))
     output = output_of(crowd, packed)
-    loss = Objective("none", weight=5.0)(output, packed, step=0)
+    loss = Objective("none", weight=5.0)(output, step=0)
     assert loss.total.item() == pytest.approx(-output.log_probs.sum().item(), rel=1e-12)
     assert loss.diversity.item() == pytest.approx(jensen_gap(output.log_probs, ALL_AGENTS).item(), rel=1e-12)
 
@@ -135,13 +134,13 @@ def test_swd_is_bounded_and_left_out_for_a_single_row(crowd: Crowd) -> None:
     packed = batch((9, 17, 12))
     output = output_of(crowd, packed)
     objective = Objective("swd", weight=1.0)
-    loss = objective(output, packed, step=2)
+    loss = objective(output, step=2)
     value = loss.diversity.item() / packed.num_targets
     assert 0 < value <= 4
     assert loss.total.item() == pytest.approx(loss.task.sum().item() - 3 * loss.diversity.item(), rel=1e-12)
-    assert objective(output, packed, step=3).diversity.item() != loss.diversity.item()
+    assert objective(output, step=3).diversity.item() != loss.diversity.item()
     single = batch((9,))
-    assert objective(output_of(crowd, single), single, step=2).diversity.item() == 0
+    assert objective(output_of(crowd, single), step=2).diversity.item() == 0
 
 
 def test_row_states_hold_only_their_own_row(crowd: Crowd) -> None:

@@ -13,11 +13,12 @@ from torch import Tensor
 from ci_llm.base.load import load_base
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
-from ci_llm.data.batches import AgentBatches, Batch
+from ci_llm.data.batches import Batch
 from ci_llm.errors import BadInput, ModelError
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from tests.crowd.test_own_settings import ATTENTION, DROPPING, DTYPES, EVERY_KIND, LARGE, MLP, NAMES, SMALL
 from tests.support.campaign import sampled
+from tests.support.micro_steps import micro_step, owned
 from tests.support.peft_twins import assert_weights_equal, exported_twin, peft_loss
 from tools.testbed.tiny import base, batch
 
@@ -50,38 +51,36 @@ def train(
     crowd.route = route
     if checkpointing:
         crowd.gradient_checkpointing_enable()
-    agents = crowd.agents
-    agents.pass_per_agent = pass_per_agent
+    storage = crowd.storage
+    storage.pass_per_agent = pass_per_agent
     if sick is not None:
-        agents.weights[sick].fill_(float("nan"))
-    keys = tuple((own.seed, 0) if draws else None for own, draws in zip(agents.each, bootstrap, strict=False))
+        storage.weights[sick].fill_(float("nan"))
+    each_own = [agent.settings for agent in crowd.agents]
+    keys = tuple((own.seed, 0) if draws else None for own, draws in zip(each_own, bootstrap, strict=False))
     objective = Objective(bootstrap=keys if any(keys) else ())
     optimizer = torch.optim.AdamW(
-        [{"params": [row], "lr": 1e-2 / own.rank} for row, own in zip(agents.rows, agents.each, strict=True)],
+        [{"params": [row], "lr": 1e-2 / own.rank} for row, own in zip(storage.rows, each_own, strict=True)],
         fused=True,
     )
     crowd.train()
     told: list[dict[str, Tensor]] = [{} for _ in entries]
     for step, micro_steps in enumerate(steps):
-        agents.begin_step(step)
+        storage.begin_step(step)
         targets, losses = [0] * len(entries), torch.zeros(len(entries), dtype=torch.float64)
         for number, each in enumerate(micro_steps):
-            rows: Any = AgentBatches(tuple(each)) if len(entries) > 1 else each[0]
-            agents.begin_micro_step(step, 0, number)
-            loss = objective(crowd(rows), rows, step)
-            loss.total.backward()
+            loss = micro_step(crowd, objective, owned(each), step, number)
             losses += loss.task
             targets = [n + (own.num_targets if own else 0) for n, own in zip(targets, each, strict=True)]
-        for gradient, count in zip(agents.gradients, targets, strict=True):
+        for gradient, count in zip(storage.gradients, targets, strict=True):
             gradient.div_(count)
-        norms = agents.clip([0.5] * len(entries))
-        agents.leave_out([] if sick is None else [sick])
+        norms = storage.clip([0.5] * len(entries))
+        storage.leave_out([] if sick is None else [sick])
         optimizer.step()
         for k, facts in enumerate(told):
             facts |= {f"loss {step}": losses[k].clone(), f"norm {step}": norms[k].clone()}
     for k, facts in enumerate(told):
-        facts |= {name: tensor.clone() for name, tensor in agents.agent_tensors(k).items()}
-        facts |= {f"moment {name}": each for name, each in optimizer.state.get(agents.rows[k], {}).items()}
+        facts |= {name: tensor.clone() for name, tensor in crowd.agents[k].state_dict().items()}
+        facts |= {f"moment {name}": each for name, each in optimizer.state.get(storage.rows[k], {}).items()}
     return told
 
 
@@ -206,7 +205,7 @@ def test_three_optimizer_steps_equal_peft_on_rows_of_each_agents_own() -> None:
     rows = (LONG, SHORT, OTHER, SHORT)
     found = train(model, entries, together(*rows))
     crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(entries)), "toy")
-    for k, settings in enumerate(crowd.agents.each):
+    for k, settings in enumerate(agent.settings for agent in crowd.agents):
         twin = exported_twin(model, crowd, k)
         trained = [parameter for parameter in twin.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2 / settings.rank)
@@ -220,17 +219,16 @@ def test_three_optimizer_steps_equal_peft_on_rows_of_each_agents_own() -> None:
 
 def test_a_form_of_diversity_that_compares_agents_is_refused() -> None:
     crowd = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").train()
-    rows = AgentBatches((SHORT[0], LONG[0]))
     with pytest.raises(BadInput, match="diversity swd has gradients through all agents"):
-        Objective(diversity="swd", weight=0.1)(crowd(rows), rows, 0)
+        micro_step(crowd, Objective(diversity="swd", weight=0.1), owned((SHORT[0], LONG[0])), 0)
 
 
 def test_a_layer_that_reads_other_tokens_is_refused() -> None:
     crowd = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy")
-    layer = next(iter(crowd.agents.layers.values()))
+    layer = next(iter(crowd.storage.layers.values()))
     with (
-        crowd.agents.reading.of(spans=[slice(0, 3), slice(3, 9)]),
-        pytest.raises(ModelError, match="reads 4 of 9 tokens"),
+        crowd.storage.reading.of((0, 1), (3, 6)),
+        pytest.raises(ModelError, match="reads 4 rows of 9 tokens"),
     ):
         layer(torch.zeros(1, 4, layer.in_features, dtype=torch.float64))
-    assert crowd.agents.reading.spans is None
+    assert crowd.storage.reading.sizes is None

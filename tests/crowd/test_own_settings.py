@@ -20,7 +20,7 @@ from torch import Tensor
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective, bootstrap_weights
 from ci_llm.data.batches import Batch, pack
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from tests.support.campaign import sampled
 from tools.testbed.tiny import base, batch
 
@@ -71,32 +71,32 @@ def train(
     """Train a crowd as the loop does, with a learning rate, weight decay and clipping of each agent's own."""
     crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(entries)), "toy")
     crowd.route = route
-    agents = crowd.agents
-    agents.pass_per_agent = True
+    storage, each = crowd.storage, [agent.settings for agent in crowd.agents]
+    storage.pass_per_agent = True
     if sick is not None:
-        agents.weights[sick].fill_(float("nan"))
-    rates = [1e-2 / agent.rank for agent in agents.each]
+        storage.weights[sick].fill_(float("nan"))
+    rates = [1e-2 / agent.rank for agent in each]
     optimizer = torch.optim.AdamW(
-        [{"params": [row], "lr": rate, "weight_decay": rate} for row, rate in zip(agents.rows, rates, strict=True)],
+        [{"params": [row], "lr": rate, "weight_decay": rate} for row, rate in zip(storage.rows, rates, strict=True)],
         fused=True,
     )
     crowd.train()
     told: list[dict[str, Tensor]] = [{} for _ in entries]
     for step, rows in enumerate(packed or [batch((8 + n, 15, 22 - 2 * n)) for n in range(STEPS)]):
-        agents.begin_step(step)
-        agents.begin_micro_step(step, 0, 0)
-        loss = Objective()(crowd(rows), rows, step)
+        storage.begin_step(step)
+        storage.begin_micro_step(step, 0, 0)
+        loss = Objective()(crowd(rows), step)
         loss.total.backward()
-        norms = agents.clip([0.5 * agent.rank for agent in agents.each])
-        agents.leave_out([] if sick is None else [sick])
+        norms = storage.clip([0.5 * agent.rank for agent in each])
+        storage.leave_out([] if sick is None else [sick])
         optimizer.step()
         for k, facts in enumerate(told):
             facts |= {f"loss {step}": loss.task[k].clone(), f"norm {step}": norms[k].clone()}
     for k, facts in enumerate(told):
-        facts |= {name: tensor.clone() for name, tensor in agents.agent_tensors(k).items()}
-        facts |= {f"moment {name}": each for name, each in optimizer.state.get(agents.rows[k], {}).items()}
-        assert not agents.weights[k, agents.sizes[k] :].nan_to_num(1.0).any() or k == sick
-        assert not agents.gradients[k, agents.sizes[k] :].any()
+        facts |= {name: tensor.clone() for name, tensor in crowd.agents[k].state_dict().items()}
+        facts |= {f"moment {name}": one for name, one in optimizer.state.get(storage.rows[k], {}).items()}
+        assert not storage.weights[k, storage.sizes[k] :].nan_to_num(1.0).any() or k == sick
+        assert not storage.gradients[k, storage.sizes[k] :].any()
     return [Trained(facts) for facts in told]
 
 
@@ -146,11 +146,11 @@ def test_each_agent_is_exported_with_its_own_rank_and_targets(tmp_path: Path) ->
     crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=(SMALL, ATTENTION, LARGE)), "toy").eval()
     crowd.choose_route()
     with torch.no_grad():
-        for k, row in enumerate(crowd.agents.rows):
+        for k, row in enumerate(crowd.storage.rows):
             row.copy_(torch.randn(row.shape, generator=torch.Generator().manual_seed(k)) * 0.1)
         ours = crowd.head.logits(crowd.states(packed := batch((12,))))
     files = crowd.adapter_files()
-    for k, settings in enumerate(crowd.agents.each):
+    for k, settings in enumerate(agent.settings for agent in crowd.agents):
         folder = tmp_path / f"agent{k}"
         folder.mkdir()
         config = files[f"agent{k}/adapter_config"]
@@ -176,9 +176,9 @@ def test_each_agent_is_exported_with_its_own_rank_and_targets(tmp_path: Path) ->
 
 
 def test_an_agent_with_its_own_seed_starts_as_the_first_agent_of_that_seed() -> None:
-    alone = Crowd(base(), LoraSettings(num_agents=1, rank=4, seed=7), "toy").agents.weights[0]
-    among = Crowd(base(), LoraSettings(rank=4, agents=({}, {"seed": 7})), "toy").agents.weights
-    common = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").agents.weights
+    alone = Crowd(base(), LoraSettings(num_agents=1, rank=4, seed=7), "toy").storage.weights[0]
+    among = Crowd(base(), LoraSettings(rank=4, agents=({}, {"seed": 7})), "toy").storage.weights
+    common = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").storage.weights
     assert torch.equal(alone, among[1])
     assert torch.equal(common[0], among[0])
 
@@ -187,15 +187,15 @@ def test_activation_checkpointing_draws_the_same_dropout_again() -> None:
     def gradient(checkpointing: bool) -> Tensor:
         crowd = Crowd(base(), LoraSettings(agents=(DROPPING, SMALL)), "toy").train()
         with torch.no_grad():
-            crowd.agents.weights.copy_(
-                torch.randn(crowd.agents.weights.shape, generator=torch.Generator().manual_seed(0))
+            crowd.storage.weights.copy_(
+                torch.randn(crowd.storage.weights.shape, generator=torch.Generator().manual_seed(0))
             )
         if checkpointing:
             crowd.gradient_checkpointing_enable()
-        crowd.agents.begin_step(1)
-        crowd.agents.begin_micro_step(1, 0, 0)
+        crowd.storage.begin_step(1)
+        crowd.storage.begin_micro_step(1, 0, 0)
         crowd(batch()).loss.backward()
-        return crowd.agents.gradients
+        return crowd.storage.gradients
 
     assert torch.equal(gradient(False), gradient(True))
 
@@ -219,11 +219,11 @@ def test_row_weights_scale_the_gradient_of_their_agent_alone() -> None:
 
     def gradients(objective: Objective, rows: Batch) -> Tensor:
         crowd = Crowd(copy.deepcopy(model), LoraSettings(num_agents=2, rank=4), "toy").train()
-        crowd.agents.begin_step(0)
-        loss = objective(crowd(rows), rows, 0)
-        assert torch.equal(loss.task, Objective()(crowd(rows), rows, 0).task)
+        crowd.storage.begin_step(0)
+        loss = objective(crowd(rows), 0)
+        assert torch.equal(loss.task, Objective()(crowd(rows), 0).task)
         loss.total.backward()
-        return crowd.agents.gradients
+        return crowd.storage.gradients
 
     found = gradients(Objective(bootstrap=(None, (5, 0))), packed)
     assert torch.equal(found[0], gradients(Objective(), packed)[0])

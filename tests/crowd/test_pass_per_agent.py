@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ci_llm.core.determinism import seed_everything
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.objective import Objective, StepLoss
-from ci_llm.data.batches import AgentBatches, Batch, MicroBatch
+from ci_llm.crowd.objective import Objective
+from ci_llm.data.batches import Batch
 from ci_llm.errors import BadInput
 from ci_llm.lora.kernels import PARTS
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from tests.support.campaign import every_pair, sampled
+from tests.support.micro_steps import micro_step, owned
 from tools.testbed.tiny import VOCABULARY, base, batch
 
 #: Three agents that share neither rank nor what is drawn for them; each stands in the place of its number.
@@ -108,23 +108,10 @@ def threads_as_before() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def micro_step(crowd: Crowd, objective: Objective, rows: MicroBatch, step: int) -> StepLoss:
-    """Forward and backward as the training loop makes them."""
-    crowd.agents.begin_micro_step(step, 0, 0)
-    losses = []
-    for part in crowd.parts(rows):
-        seed_everything(1, step)
-        with part.reading():
-            loss = objective(crowd(part.rows), part.rows, step, part.agent)
-            loss.total.backward()
-        losses.append((part.agent, loss))
-    return objective.together(losses, rows, step)
-
-
 def train(
     model: Any,
     agents: Sequence[dict[str, Any]],
-    steps: Sequence[MicroBatch],
+    steps: Sequence[Any],
     *,
     pass_per_agent: bool = True,
     fast: bool = False,
@@ -132,25 +119,23 @@ def train(
 ) -> list[dict[str, Tensor]]:
     """Three optimizer steps; per agent its losses, norms, weights and moments."""
     crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(agents), **how), "toy").train()
-    crowd.agents.pass_per_agent = pass_per_agent
+    crowd.storage.pass_per_agent = pass_per_agent
     crowd.compute_fast(PARTS if fast else ())
     generator = torch.Generator().manual_seed(3)
-    for k, row in enumerate(crowd.agents.rows):  # B is not 0, so that every gradient is at work from the first step on
+    for k, row in enumerate(crowd.storage.rows):  # B is not 0, so that every gradient is at work from the first step on
         row.data.add_(torch.randn(row.shape, generator=generator.manual_seed(agents[k]["seed"])).to(row) * 0.02)
-    optimizer = torch.optim.AdamW([{"params": [row], "lr": 1e-2} for row in crowd.agents.rows], fused=True)
+    optimizer = torch.optim.AdamW([{"params": [row], "lr": 1e-2} for row in crowd.storage.rows], fused=True)
     told: list[dict[str, Tensor]] = [{} for _ in agents]
     for step, rows in enumerate(steps):
-        crowd.agents.begin_step(step)
+        crowd.storage.begin_step(step)
         loss = micro_step(crowd, Objective(), rows, step)
-        for gradient, count in zip(
-            crowd.agents.gradients, loss.targets or [rows.num_targets] * len(agents), strict=True
-        ):
+        for gradient, count in zip(crowd.storage.gradients, loss.targets, strict=True):
             gradient.div_(count)
-        norms = crowd.agents.clip([0.5] * len(agents))
+        norms = crowd.storage.clip([0.5] * len(agents))
         optimizer.step()
         for k, facts in enumerate(told):
             facts |= {f"loss {step}": loss.task[k].clone(), f"norm {step}": norms[k].clone()}
-    for row, facts in zip(crowd.agents.rows, told, strict=True):
+    for row, facts in zip(crowd.storage.rows, told, strict=True):
         facts |= {"weights": row.detach().clone()} | {f"moment {n}": each for n, each in optimizer.state[row].items()}
     return told
 
@@ -164,7 +149,7 @@ def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 @lru_cache(maxsize=1)  # three cells in a row have the same crowd
 def trained(crowd: Cell) -> list[dict[str, Tensor]]:
     rows = FEW if crowd.few else MANY
-    steps = [AgentBatches(each) for each in zip(*rows, strict=True)] if crowd.own_rows else rows[0]
+    steps = [owned(each) for each in zip(*rows, strict=True)] if crowd.own_rows else rows[0]
     return train(llama(crowd.width, crowd.dtype), AGENTS, steps, fast=crowd.fast)
 
 
@@ -186,9 +171,9 @@ def test_the_losses_gradients_and_gap_are_those_of_one_pass() -> None:
     gaps = []
     for each in (False, True):
         crowd = Crowd(copy.deepcopy(model), LoraSettings(num_agents=3, rank=4), "toy").train()
-        crowd.agents.weights.normal_(generator=torch.Generator().manual_seed(0)).mul_(0.1)
-        crowd.agents.pass_per_agent = each
-        crowd.agents.begin_step(0)
+        crowd.storage.weights.normal_(generator=torch.Generator().manual_seed(0)).mul_(0.1)
+        crowd.storage.pass_per_agent = each
+        crowd.storage.begin_step(0)
         gaps.append(float(micro_step(crowd, Objective(), rows[0], 0).diversity))
     assert gaps[0] == pytest.approx(gaps[1], rel=1e-9)
     assert gaps[0] > 0
@@ -200,10 +185,10 @@ def test_agents_without_settings_of_their_own_draw_what_they_draw_alone() -> Non
     found = []
     for count in (1, 3):
         crowd = Crowd(base(dtype=torch.float32), LoraSettings(**{**kind, "num_agents": count}), "toy").train()
-        crowd.agents.pass_per_agent = True
-        crowd.agents.begin_step(0)
+        crowd.storage.pass_per_agent = True
+        crowd.storage.begin_step(0)
         micro_step(crowd, Objective(), MANY[0][0], 0)
-        found.append(crowd.agents.gradients[0].clone())
+        found.append(crowd.storage.gradients[0].clone())
     assert torch.equal(*found)
     assert found[0].any()
 
@@ -212,12 +197,12 @@ def test_recomputed_layers_know_whose_pass_they_repeat() -> None:
     model, rows, found = base(dtype=torch.float32), MANY[0][0], []
     for recomputed in (False, True):
         crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(AGENTS)), "toy").train()
-        crowd.agents.pass_per_agent = True
+        crowd.storage.pass_per_agent = True
         if recomputed:
             crowd.gradient_checkpointing_enable()
-        crowd.agents.begin_step(0)
+        crowd.storage.begin_step(0)
         micro_step(crowd, Objective(), rows, 0)
-        found.append(crowd.agents.gradients.clone())
+        found.append(crowd.storage.gradients.clone())
     assert torch.equal(*found)
     assert found[0].any(dim=1).all()
 
@@ -225,35 +210,37 @@ def test_recomputed_layers_know_whose_pass_they_repeat() -> None:
 def test_states_without_gradients_are_those_that_an_agent_has_alone() -> None:
     model, rows = llama(344, torch.float32), MANY[0][0]
     crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(AGENTS)), "toy").eval()
-    crowd.agents.weights.normal_(generator=torch.Generator().manual_seed(0)).mul_(0.05)
-    crowd.agents.pass_per_agent = True
+    crowd.storage.weights.normal_(generator=torch.Generator().manual_seed(0)).mul_(0.05)
+    crowd.storage.pass_per_agent = True
     with torch.no_grad():
         together = crowd.states(rows)
         for k, own in enumerate(AGENTS):
             alone = Crowd(copy.deepcopy(model), LoraSettings(agents=(own,)), "toy").eval()
-            alone.agents.load_agent(0, crowd.agents.agent_tensors(k), "here")
+            alone.agents[0].load_state_dict(crowd.agents[k].state_dict(), "here")
             assert torch.equal(alone.states(rows)[0], together[k])
 
 
 def test_a_form_with_gradients_through_all_agents_is_refused() -> None:
     crowd = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").train()
-    crowd.agents.pass_per_agent = True
+    crowd.storage.pass_per_agent = True
     with pytest.raises(BadInput, match="diversity swd has gradients through all agents"):
         micro_step(crowd, Objective("swd", 0.1), MANY[0][0], 0)
 
 
 def test_a_pass_that_fails_leaves_the_crowd_as_it_was() -> None:
     crowd = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").train()
-    crowd.agents.pass_per_agent = True
+    crowd.storage.pass_per_agent = True
     rows: Batch = MANY[0][0]
-    part, seen = crowd.parts(rows)[1], []
+    seen = []
+    crowd.model.get_input_embeddings().register_forward_hook(lambda *_: seen.append(crowd.storage.reading.agents))
 
     def fail() -> None:
-        with part.reading():
-            seen.append(crowd.agents.reading.agent)
-            raise ZeroDivisionError
+        for part in crowd.parts(crowd.for_all(rows)):
+            crowd(part)
+            if len(seen) == 2:
+                raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert seen == [1]
-    assert (crowd.agents.reading.agent, crowd.agents.reading.shared) == (None, None)
+    assert seen == [(0,), (1,)]
+    assert (crowd.storage.reading.agents, crowd._shared) == ((0, 1), None)

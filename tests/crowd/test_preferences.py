@@ -24,8 +24,9 @@ from ci_llm.data.encoder import Example
 from ci_llm.data.units import Unit, unit_of
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import BadInput
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import Evidence, Needs, objective_of
+from tests.support.micro_steps import micro_step, owned
 
 K, RANK, ALPHA, RATE = 2, 4, 8.0, 0.05
 STEPS: Final = 3
@@ -82,7 +83,7 @@ def crowd_of(dtype: torch.dtype) -> Crowd:
     crowd = Crowd(base.model, LoraSettings(num_agents=K, rank=RANK, alpha=ALPHA), "embedded", base.pad_id)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        crowd.agents.weights.add_(torch.randn(crowd.agents.weights.shape, generator=generator, dtype=dtype) * 0.03)
+        crowd.storage.weights.add_(torch.randn(crowd.storage.weights.shape, generator=generator, dtype=dtype) * 0.03)
     return crowd.train()
 
 
@@ -169,12 +170,12 @@ def load(model: Any, tensors: dict[str, Tensor]) -> None:
 
 def gradients_of(crowd: Crowd, agent: int) -> dict[str, Tensor]:
     """The gradients of an agent by the names of PEFT's tensors: they lie as its weights do."""
-    kept = crowd.agents.weights.clone()
+    kept = crowd.storage.weights.clone()
     try:
-        crowd.agents.weights.copy_(crowd.agents.gradients)
-        return {name: tensor.clone() for name, tensor in crowd.agents.agent_tensors(agent).items()}
+        crowd.storage.weights.copy_(crowd.storage.gradients)
+        return {name: tensor.clone() for name, tensor in crowd.agents[agent].state_dict().items()}
     finally:
-        crowd.agents.weights.copy_(kept)
+        crowd.storage.weights.copy_(kept)
 
 
 # ---------------------------------------------------------------------------------------------- the comparison
@@ -186,7 +187,7 @@ def kl_of(crowd: Crowd, mismatched: Sequence[Unit]) -> Tensor | None:
         return None
     other = pack(mismatched, range(len(mismatched)))
     with torch.no_grad():
-        gained = crowd(other).log_probs.double().sum(1) - crowd.reference(other).double().sum(1)
+        gained = crowd(other).log_probs.double().sum(1) - crowd.reference((0, 1), other).double().sum(1)
     return (gained / len(mismatched)).clamp(min=0)[:, None]
 
 
@@ -201,15 +202,10 @@ def fused_step(crowd: Crowd, case: Case, units: Sequence[Unit], mismatched: Sequ
     batch = pack(units, range(len(units)))
     facts = facts_of(crowd, units, mismatched, batch)
     objective = Preferences(ours(case), crowd, facts=facts)
-    crowd.agents.begin_step(0)
-    parts = []
-    for part in crowd.parts(batch):
-        with part.reading():
-            loss = objective(crowd(part.rows), part.rows, 0, part.agent)
-            loss.total.backward()
-        parts.append((part.agent, loss))
-    crowd.agents.gradients.div_(len(units))
-    return objective.together(parts, batch, 0).task / len(units)
+    crowd.storage.begin_step(0)
+    loss = micro_step(crowd, objective, batch, 0)
+    crowd.storage.gradients.div_(len(units))
+    return loss.task / len(units)
 
 
 def runs() -> Iterator[Any]:
@@ -231,14 +227,14 @@ def test_losses_and_gradients_are_those_of_trl(case: Case, dtype: torch.dtype, t
     assert len({end for unit in units for end in unit.prompts}) > 1
     assert bool(mismatched) == ours(case).needs.mismatched
     crowd = crowd_of(dtype)
-    crowd.agents.pass_per_agent = dtype == torch.float64
+    crowd.storage.pass_per_agent = dtype == torch.float64
     atol = 1e-5 if dtype == torch.float32 else 1e-9 if case.exact else 1e-6
     inputs = trainer._prepare_inputs(trainer.data_collator([*trainer.train_dataset]))
     trainer.model.train()
     for step in range(STEPS):
         losses = fused_step(crowd, case, units, mismatched)
         for k in range(K):
-            load(trainer.model, crowd.agents.agent_tensors(k))
+            load(trainer.model, crowd.agents[k].state_dict())
             theirs = trainer.compute_loss(trainer.model, copy.copy(inputs))
             theirs.backward()
             assert float(losses[k]) == pytest.approx(float(theirs), rel=0, abs=atol)
@@ -253,7 +249,7 @@ def test_losses_and_gradients_are_those_of_trl(case: Case, dtype: torch.dtype, t
             for name, tensor in found.items():
                 torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=atol)
         with torch.no_grad():
-            crowd.agents.weights.sub_(RATE * crowd.agents.gradients)
+            crowd.storage.weights.sub_(RATE * crowd.storage.gradients)
 
 
 # ------------------------------------------------------------------------------------------------ without TRL
@@ -272,18 +268,12 @@ def small_units() -> tuple[Unit, ...]:
 
 def step_of(crowd: Crowd, objective: Preferences, batches: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [K], gradients and metrics of a step of these micro-batches, as the loop adds them up."""
-    crowd.agents.begin_step(0)
+    crowd.storage.begin_step(0)
     task, metrics = torch.zeros(crowd.num_agents, dtype=torch.float64), torch.zeros(())
     for batch in batches:
-        parts = []
-        for part in crowd.parts(batch):
-            with part.reading():
-                loss = objective(crowd(part.rows), part.rows, 0, part.agent)
-                loss.total.backward()
-            parts.append((part.agent, loss))
-        together = objective.together(parts, batch, 0)
+        together = micro_step(crowd, objective, batch, 0)
         task, metrics = task + together.task, metrics + together.metrics
-    return task, crowd.agents.gradients.clone(), metrics
+    return task, crowd.storage.gradients.clone(), metrics
 
 
 @pytest.mark.parametrize("case", [case("orpo"), case("dpo"), case("simpo")], ids=str)
@@ -300,31 +290,28 @@ def test_the_loss_of_a_step_does_not_depend_on_micro_batches(case: Case) -> None
 
 def test_an_agent_has_the_bits_that_it_has_alone_with_its_own_beta() -> None:
     crowd, batch = crowd_of(torch.float32), pack(small_units(), range(3))
-    crowd.agents.pass_per_agent = True
+    crowd.storage.pass_per_agent = True
     each = [Config(objective="dpo", beta=beta, num_agents=1) for beta in (0.2, 0.7)]
     together = Preferences(objective_of("dpo", each), crowd)
     losses, gradients, _ = step_of(crowd, together, [batch])
     for k, own in enumerate(each):
         alone = Crowd(load_base("embedded").model, LoraSettings(num_agents=1, rank=RANK, alpha=ALPHA), "embedded")
-        alone.agents.weights.copy_(crowd.agents.weights[k : k + 1])
+        alone.storage.weights.copy_(crowd.storage.weights[k : k + 1])
         found = step_of(alone.train(), Preferences(objective_of("dpo", [own]), alone), [batch])
         assert torch.equal(found[0], losses[k : k + 1])
         assert torch.equal(found[1], gradients[k : k + 1])
 
 
 def test_agents_with_rows_of_their_own_have_what_they_have_alone() -> None:
-    from ci_llm.data.batches import AgentBatches
-
     crowd, units = crowd_of(torch.float32), small_units()
     each = [pack(units[:1], [0]), pack(units[1:], [1, 2])]
     objective = Preferences(ours(case("dpo")), crowd)
-    crowd.agents.begin_step(0)
-    rows = AgentBatches(tuple(each))
-    loss = objective(crowd(rows), rows, 0)
+    crowd.storage.begin_step(0)
+    loss = micro_step(crowd, objective, owned(each), 0)
     assert loss.targets == (1, 2)
     for k, batch in enumerate(each):
-        crowd.agents.begin_step(0)
-        both = objective(crowd(batch), batch, 0)
+        crowd.storage.begin_step(0)
+        both = objective(crowd(batch), 0)
         torch.testing.assert_close(loss.task[k], both.task[k], rtol=0, atol=1e-5)
         assert loss.metrics is not None
         assert both.metrics is not None
@@ -333,8 +320,8 @@ def test_agents_with_rows_of_their_own_have_what_they_have_alone() -> None:
 
 def test_the_reference_is_the_base_without_agents() -> None:
     crowd, batch = crowd_of(torch.float32), pack(small_units(), range(3))
-    found = crowd.reference(batch)
-    crowd.agents.weights.zero_()
+    found = crowd.reference((0, 1), batch)
+    crowd.storage.weights.zero_()
     assert torch.equal(found, crowd(batch).log_probs[:1].detach())
     assert not found.requires_grad
 
@@ -342,17 +329,17 @@ def test_the_reference_is_the_base_without_agents() -> None:
 @pytest.mark.parametrize("pass_per_agent", [False, True])
 def test_the_reference_may_be_the_start_of_each_agent(pass_per_agent: bool) -> None:
     crowd, batch = crowd_of(torch.float32), pack(small_units(), range(3))
-    crowd.agents.pass_per_agent = pass_per_agent
-    objective, start = Preferences(ours(case("dpo", beta=0.5)), crowd), crowd.agents.weights.clone()
+    crowd.storage.pass_per_agent = pass_per_agent
+    objective, start = Preferences(ours(case("dpo", beta=0.5)), crowd), crowd.storage.weights.clone()
     with torch.no_grad():
         wanted = crowd.eval()(batch).log_probs
     crowd.train().start = start
     losses, gradients, _ = step_of(crowd, objective, [batch])
     assert losses.tolist() == pytest.approx([3 * math.log(2)] * K)
-    assert torch.equal(crowd.agents.weights, start)
+    assert torch.equal(crowd.storage.weights, start)
     with torch.no_grad():
-        crowd.agents.weights.sub_(0.01 * gradients)
-    torch.testing.assert_close(crowd.reference(batch), wanted, rtol=0, atol=1e-5)
+        crowd.storage.weights.sub_(0.01 * gradients)
+    torch.testing.assert_close(crowd.reference((0, 1), batch), wanted, rtol=0, atol=1e-5)
     moved, _, _ = step_of(crowd, objective, [batch])
     assert (moved < losses).all()
     crowd.start = None
@@ -361,7 +348,7 @@ def test_the_reference_may_be_the_start_of_each_agent(pass_per_agent: bool) -> N
 
 def test_agents_that_are_the_base_have_the_loss_of_no_preference() -> None:
     crowd, batch = crowd_of(torch.float64), pack(small_units(), range(3))
-    crowd.agents.weights.zero_()
+    crowd.storage.weights.zero_()
     losses, _, _ = step_of(crowd, Preferences(ours(case("dpo", beta=0.3)), crowd), [batch])
     torch.testing.assert_close(losses, torch.full((K,), 3 * math.log(2), dtype=torch.float64), rtol=0, atol=1e-12)
 

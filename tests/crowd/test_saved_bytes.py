@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from tools.testbed.tiny import base, batch
 
 K, RANK = 3, 2

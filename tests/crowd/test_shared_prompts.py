@@ -14,14 +14,15 @@ from transformers import AutoModelForCausalLM
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.preferences import Preferences, StepFacts
-from ci_llm.data.batches import AgentBatches, Batch, pack, without_repeats
+from ci_llm.data.batches import Batch, pack, without_repeats
 from ci_llm.data.units import Unit, unit_of
 from ci_llm.lora import attention
 from ci_llm.lora.attention import Segments, packed_attention
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import objective_of
 from tests.crowd import test_heads
 from tests.crowd.test_preferences import K, crowd_of, example, step_of
+from tests.support.micro_steps import owned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OBJECTIVES: Final = ("dpo", "orpo", "simpo", "reward", "kto")
@@ -54,7 +55,7 @@ def step(crowd: Crowd, name: str, units: Sequence[Unit], cuts: Sequence[int]) ->
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_losses_and_gradients_are_those_of_whole_rows(name: str, pass_per_agent: bool) -> None:
     heads = test_heads.crowd_of(1, torch.float64) if name == "reward" else crowd_of(torch.float64)
-    heads.agents.pass_per_agent = pass_per_agent
+    heads.storage.pass_per_agent = pass_per_agent
     units = pairs(learn_prompt=name == "orpo")
     if name == "kto":  # its rows have one answer each, and nothing is shared
         units = [unit_of(unit.branches[:1], n % 2) for n, unit in enumerate(units)]
@@ -82,8 +83,8 @@ def test_only_the_common_beginning_of_answers_is_computed_once() -> None:
 @pytest.mark.parametrize("pass_per_agent", [False, True])
 def test_agents_with_rows_of_their_own_share_as_well(pass_per_agent: bool) -> None:
     crowd, units = crowd_of(torch.float64), pairs()
-    crowd.agents.pass_per_agent = pass_per_agent
-    rows = AgentBatches((pack(units[:2], range(2)), pack(units[2:], range(3))))
+    crowd.storage.pass_per_agent = pass_per_agent
+    rows = owned((pack(units[:2], range(2)), pack(units[2:], range(3))))
     objective = Preferences(objective_of("dpo", [Config(objective="dpo")] * K), crowd)
     found = []
     for crowd.shares_prompts in (False, True):
@@ -94,7 +95,7 @@ def test_agents_with_rows_of_their_own_share_as_well(pass_per_agent: bool) -> No
 
 def test_fewer_tokens_go_through_the_base() -> None:
     crowd, batch, seen = crowd_of(torch.float32), pack(pairs(), range(5)), list[int]()
-    layer = next(iter(crowd.agents.layers.values()))
+    layer = next(iter(crowd.storage.layers.values()))
     layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[-2]))
     with torch.no_grad():
         for crowd.shares_prompts in (False, True):
@@ -199,11 +200,11 @@ def test_a_base_that_computes_something_else_keeps_whole_rows(
     broken: Callable[..., Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crowd = crowd_of(torch.float32)
-    before = crowd.agents.weights.clone()
+    before = crowd.storage.weights.clone()
     monkeypatch.setattr(Segments, "with_prompts", broken)
     assert why in (crowd.share_prompts() or "")
     assert not crowd.shares_prompts
-    assert torch.equal(crowd.agents.weights, before)
+    assert torch.equal(crowd.storage.weights, before)
     monkeypatch.undo()
     crowd.route = "padded"
     assert crowd.share_prompts() == "rows are padded"

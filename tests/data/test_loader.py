@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Generator
 from dataclasses import fields
 from itertools import islice
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,10 @@ import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch import Tensor
 
-from ci_llm.data.batches import AgentBatches, Batch
+from ci_llm.data.batches import Batch, MicroBatch, num_units
+from ci_llm.data.courses import Course, Courses
 from ci_llm.data.loader import any_number_of_workers, loader_of
-from ci_llm.data.order import AgentPlans, Plan
+from ci_llm.data.order import Plan
 from tests.data.test_batches import Rows
 from tools.testbed.events import DEADLINE_S
 
@@ -27,19 +27,18 @@ from tools.testbed.events import DEADLINE_S
 def start(
     first: int,
     last: int,
-    rows: Any = None,
-    plan: Any = None,
-    *,
+    *plans: Plan,
     process_index: int = 0,
     num_processes: int = 1,
     micro_batch_size: int = 3,
     num_workers: int = 0,
 ) -> Generator[tuple[int, list[Any]], None, None]:
     """(step, micro-batches) from step `first` on, of a loader that begins at step 0, as a run takes them."""
-    rows, plan = rows or Rows(), plan or Plan(50, 8, seed=3)
+    rows: Any = Rows()
+    courses = Courses(tuple(Course(rows, plan) for plan in plans or [Plan(50, 8, seed=3)]))
     how = {"num_processes": num_processes, "micro_batch_size": micro_batch_size, "num_workers": num_workers}
     with any_number_of_workers():
-        loader, sampler = loader_of(rows, plan, range(last), **how)
+        loader, sampler = loader_of(courses, range(last), **how)
         mine: Any = prepare_data_loader(
             loader, torch.device("cpu"), num_processes, process_index, put_on_device=True, even_batches=False,
             rng_types=[],
@@ -52,7 +51,7 @@ def start(
             count = sampler.micro_steps(step) - len(head)
             found = [*head, *islice(batches, count)]
             head.clear()
-            yield step, [batch for batch in found if batch is not None]
+            yield step, [batch if plans[1:] else batch[0].batch for batch in found if batch]
 
     return by_step()
 
@@ -140,11 +139,11 @@ def test_workers_go_when_the_pass_is_left_early() -> None:
 
 # Agents with rows of their own
 
-PLANS = AgentPlans((Plan(50, 8, seed=3), Plan(11, 8, seed=3), Plan(50, 8, seed=4)))
+PLANS = Plan(50, 8, seed=3), Plan(11, 8, seed=3), Plan(50, 8, seed=4)
 
 
-def steps_of_agents(first: int, last: int, **changes: Any) -> list[tuple[int, list[AgentBatches]]]:
-    return list(start(first, last, SimpleNamespace(each=[Rows()] * 3), PLANS, **changes))
+def steps_of_agents(first: int, last: int, **changes: Any) -> list[tuple[int, list[MicroBatch]]]:
+    return list(start(first, last, *PLANS, **changes))
 
 
 @pytest.mark.fast_cases(1)
@@ -152,25 +151,26 @@ def steps_of_agents(first: int, last: int, **changes: Any) -> list[tuple[int, li
 def test_every_agent_gets_the_batches_that_it_gets_alone(num_workers: int) -> None:
     found = steps_of_agents(1, 9, num_workers=num_workers)
     assert [step for step, _ in found] == list(range(1, 9))
-    for k, plan in enumerate(PLANS.each):
-        alone = start(1, 9, plan=plan)
-        mine = [(step, [own for b in batches if (own := b.each[k]) is not None]) for step, batches in found]
+    for k, plan in enumerate(PLANS):
+        alone = start(1, 9, plan)
+        mine = [(step, [own.batch for b in batches for own in b if own.agents == (k,)]) for step, batches in found]
         assert_same(mine, list(alone))
 
 
 def test_agents_whose_epoch_ends_have_fewer_micro_batches() -> None:
     ((_, batches),) = steps_of_agents(1, 2)  # the second agent has three of its eleven rows left
-    assert [[own and own.num_rows for own in batch.each] for batch in batches] == [
-        [3, 3, 3],
-        [3, None, 3],
-        [2, None, 2],
-    ]
-    assert [batch.num_units for batch in batches] == [3, 3, 2]
-    first = batches[0]
-    assert first.num_tokens == sum(own.num_tokens for own in first.present)
-    assert first.num_targets == sum(own.num_targets for own in first.present)
-    assert first.sample_ids == tuple(row for own in first.present for row in own.sample_ids)
-    assert [own and own.input_ids.device.type for own in batches[1].to("meta").each] == ["meta", None, "meta"]
+    found = [{own.agents: own.batch.num_rows for own in batch} for batch in batches]
+    assert found == [{(0,): 3, (1,): 3, (2,): 3}, {(0,): 3, (2,): 3}, {(0,): 2, (2,): 2}]
+    assert [num_units(batch) for batch in batches] == [3, 3, 2]
+    assert [own.to("meta").batch.input_ids.device.type for own in batches[1]] == ["meta", "meta"]
+
+
+def test_agents_that_train_on_the_same_rows_read_one_batch() -> None:
+    rows: Any = Rows()
+    common, other = Course(rows, Plan(50, 8, seed=3)), Course(rows, Plan(50, 8, seed=4))
+    loader, _ = loader_of(Courses((common, other, common)), range(1), 1, 8)
+    (micro_batch,) = [unpacked.to("cpu") for unpacked in loader]
+    assert [own.agents for own in micro_batch] == [(0, 2), (1,)]
 
 
 def test_agents_take_the_same_rows_on_any_number_of_processes() -> None:
@@ -178,8 +178,8 @@ def test_agents_take_the_same_rows_on_any_number_of_processes() -> None:
     for index in range(3):
         for step, batches in steps_of_agents(0, 4, process_index=index, num_processes=3, micro_batch_size=2):
             for batch in batches:
-                for k, own in enumerate(batch.each):
-                    taken.setdefault((k, step), []).extend(own.sample_ids if own else [])
+                for (k,), own in batch:
+                    taken.setdefault((k, step), []).extend(own.sample_ids)
     assert {place: sorted(rows) for place, rows in taken.items()} == {
-        (k, step): sorted(plan.rows(step)) for k, plan in enumerate(PLANS.each) for step in range(4)
+        (k, step): sorted(plan.rows(step)) for k, plan in enumerate(PLANS) for step in range(4)
     }

@@ -1,4 +1,4 @@
-"""Several data sets as one: shares by weight, the same rows in every attempt, rows that keep their names."""
+"""Several data sets as one, whose rows keep their names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from ci_llm.config import Config, load_config
 from ci_llm.data.rows import Rows
-from ci_llm.data.sources import load_rows, load_rows_of_each, mix, recognised
+from ci_llm.data.sources import join, load_rows, load_rows_of_each, recognised
 from ci_llm.errors import ConfigError, DataError
 
 
@@ -29,67 +29,21 @@ def by_source(found: Rows) -> Counter[str]:
     return Counter(question[0] for question in questions(found))
 
 
-def test_without_weights_every_row_is_there_once() -> None:
-    found = mix([rows("a", 3), rows("b", 2)], None, seed=1)
+def test_every_row_is_there_once() -> None:
+    found = join([rows("a", 3), rows("b", 2)])
     assert questions(found) == ["a0", "a1", "a2", "b0", "b1"]
     assert found.description[0] == "5 rows of 2 data sets, one after the other"
 
 
-@pytest.mark.parametrize(
-    ("sizes", "weights", "counts"),
-    [
-        ((100, 100), (1, 1), (100, 100)),
-        ((10, 90), (1, 1), (50, 50)),
-        ((10, 90), (0.7, 0.3), (70, 30)),
-        ((1, 2), (1, 1), (2, 1)),
-        ((7, 7), (0.1, 0.2), (5, 9)),
-    ],
-)
-def test_weights_are_shares_of_the_rows(
-    sizes: tuple[int, int], weights: tuple[float, float], counts: tuple[int, int]
-) -> None:
-    found = mix([rows("a", sizes[0]), rows("b", sizes[1])], weights, seed=1)
-    assert (by_source(found)["a"], by_source(found)["b"]) == counts
-    assert len(found) == sum(sizes)
-
-
-def test_no_row_is_repeated_before_all_others_are_there() -> None:
-    times = Counter(questions(mix([rows("a", 10), rows("b", 90)], (0.55, 0.45), seed=1)))
-    assert {times[f"a{n}"] for n in range(10)} == {5, 6}
-    assert {times[f"b{n}"] for n in range(90)} == {0, 1}
-
-
-def test_the_choice_follows_from_seed_and_weights_alone() -> None:
-    parts = [rows("a", 10), rows("b", 90)]
-    usual = mix(parts, (1, 1), seed=1)
-    assert mix([rows("a", 10), rows("b", 90)], (2, 2), seed=1).fingerprint == usual.fingerprint
-    assert mix(parts, (1, 1), seed=2).fingerprint != usual.fingerprint
-    assert mix(parts, (1, 2), seed=1).fingerprint != usual.fingerprint
-    assert [usual[n] for n in range(len(usual))] == list(usual)
-    chosen = [99, 0, 50]
-    assert list(usual.select(chosen)) == [usual[n] for n in chosen]
-
-
 def test_a_row_is_named_by_its_own_data_set() -> None:
-    found = mix([rows("a", 3), rows("b", 2)], None, seed=1)
+    found = join([rows("a", 3), rows("b", 2)])
     assert found.place(4) == "b, row 1 (counted from 0)"
     assert found.select([4]).place(0) == "b, row 1 (counted from 0)"
-
-
-def test_a_weight_that_takes_no_row_is_refused() -> None:
-    with pytest.raises(DataError, match="The weight 1e-09 takes no row of this data set, of 5 rows in all") as caught:
-        mix([rows("a", 3), rows("b", 2)], (1, 1e-9), seed=1)
-    assert caught.value.where == "dataset_weights, b"
 
 
 @pytest.mark.parametrize(
     ("keys", "what"),
     [
-        (["dataset_weights=[1,2]"], "dataset_weights has 2 for 1 data sets"),
-        (["dataset_name=a.csv,b.csv", "dataset_weights=[1]"], "dataset_weights has 1 for 2 data sets"),
-        (["dataset_name=a.csv,b.csv", "dataset_weights=0,1"], "takes a list, each a number above 0, or null"),
-        (["dataset_name=a.csv,b.csv", "dataset_weights=-1,1"], "takes a list, each a number above 0, or null"),
-        (["dataset_name=a.csv,b.csv", "dataset_weights=much,little"], "takes a list, each a number above 0"),
         (["text_column=a", "prompt_column=b"], "text_column and prompt_column name two ways to read a row"),
         (["val_set_size=0.1", "eval_split=test"], "val_set_size holds out training rows, and eval_split names others"),
         (["val_set_size=1.5"], "val_set_size 1.5 is neither a share below 1 nor a number of rows"),
@@ -103,10 +57,9 @@ def test_values_that_make_no_sense_are_refused(keys: list[str], what: str) -> No
 
 def test_a_list_of_data_sets_is_written_in_every_way(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
-    file.write_text("dataset_name:\n  - a.csv\n  - b.csv\ndataset_weights: [1, 0.5]\n")
+    file.write_text("dataset_name:\n  - a.csv\n  - b.csv\n")
     config = load_config(file)
     assert config.dataset_names == ("a.csv", "b.csv")
-    assert config.dataset_weights == (1.0, 0.5)
     assert load_config(None, ["dataset_name=[a.csv, b.csv]"]).dataset_names == ("a.csv", "b.csv")
     file.write_text(config.dump())
     assert load_config(file) == config

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ci_llm.data import order
-from ci_llm.data.order import AgentPlans, Plan, permute, share
+from ci_llm.data.courses import Course, Courses
+from ci_llm.data.order import Plan, permute, share
 
 steady = settings(derandomize=True)
 SEEDS = st.integers(min_value=-(2**63), max_value=2**64)
@@ -102,7 +104,6 @@ def test_samples_seen_counts_the_rows_of_the_steps(num_rows: int, global_batch_s
 def test_epochs_start_at_whole_numbers() -> None:
     plan = Plan(10, 4, seed=0)
     assert [plan.epoch(step) for step in range(5)] == [0.0, 0.4, 0.8, 1.0, 1.4]
-    assert plan.epochs(4) == [1.4], "one plan for all agents"
 
 
 @steady
@@ -135,10 +136,10 @@ def test_a_process_finds_only_its_own_rows_and_counting_finds_none(monkeypatch: 
     monkeypatch.setattr(order, "permute", counted)
     for num_processes in (1, 100, 10_000):
         plan = Plan(10**6, 8 * num_processes, seed=42)
-        both = AgentPlans((plan, Plan(10**5, 8 * num_processes, seed=1)))
+        both = of_plans(plan, Plan(10**5, 8 * num_processes, seed=1))
         for step in (0, 3, plan.steps_per_epoch - 1):
             assert plan.num_rows_of(step) == min(8 * num_processes, 10**6 - step * 8 * num_processes)
-            assert both.num_rows_of(step) == sum(own.num_rows_of(step) for own in both.each)
+            assert both.num_rows_of(step) == sum(own.num_rows_of(step) for own in both.plans)
             assert found == []
             index = num_processes // 2
             dealt = [plan.dealt(step, micro_step, index, num_processes, 4) for micro_step in range(3)]
@@ -169,11 +170,16 @@ def test_the_rows_of_a_process_are_its_share_of_the_step(
 
 
 def test_agents_take_steps_together_and_have_epochs_of_their_own() -> None:
-    plans = AgentPlans((Plan(10, 4, seed=1), Plan(7, 4, seed=1), Plan(10, 4, seed=2)))
+    courses = of_plans(Plan(10, 4, seed=1), Plan(7, 4, seed=1), Plan(10, 4, seed=2))
     for step in range(12):
-        assert plans.rows(step) == [row for plan in plans.each for row in plan.rows(step)]
-        assert plans.num_rows_of(step) == len(plans.rows(step))
-    assert plans.steps_per_epoch == 3
-    assert [plan.epoch(4) for plan in plans.each] == [1.4, 2.0, 1.4]
-    assert plans.epoch(4) == 1.4
-    assert plans.each[0].rows(0) != plans.each[2].rows(0)
+        assert courses.rows_of_step(step) == [row for plan in courses.plans for row in plan.rows(step)]
+        assert courses.num_rows_of(step) == len(courses.rows_of_step(step))
+    assert courses.steps_per_epoch == 3
+    assert courses.epochs(4) == [1.4, 2.0, 1.4]
+    assert courses.epoch(4) == 1.4
+    assert courses.plans[0].rows(0) != courses.plans[2].rows(0)
+
+
+def of_plans(*plans: Plan) -> Courses:
+    rows: Any = None
+    return Courses(tuple(Course(rows, plan) for plan in plans))

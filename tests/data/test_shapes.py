@@ -286,7 +286,6 @@ SHAPES: dict[str, Shape] = {
     "nested folders of splits": Shape(nested, [f"a0{END}"], user("q0")),
     "files named after splits": Shape(split_names, [f"a0{END}"], user("q0")),
     "list of files": Shape(several, [f"a1{END}"], user("q1"), num_rows=4),
-    "mixture": Shape(several, [f"a1{END}"], user("q1"), {"dataset_weights": [3, 1]}, num_rows=4),
     "tokens": Shape(jsonl({"input_ids": IDS}), [" a</s>"], "q"),
     "tokens in a csv file": Shape(
         text("rows.csv", "input_ids,attention_mask\n" + f'"{[*IDS, 0]}","[1, 1, 1, 1, 0]"\n' * 3), [" a</s>"], "q"

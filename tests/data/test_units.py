@@ -182,14 +182,13 @@ def test_pairs_that_teach_nothing_are_left_out_and_counted(tmp_path: Path) -> No
         tokens_of(tmp_path, TEXTS | {"chosen": "five"})
 
 
-def test_long_pairs_are_cut_or_left_out_whole(tmp_path: Path) -> None:
+def test_both_answers_of_a_long_pair_are_cut_or_it_is_left_out(tmp_path: Path) -> None:
     long = {"prompt": "What?\n", "chosen": "good " * 9, "rejected": "bad"}
     whole = tokens_of(tmp_path, long)
     limit = whole.longest - 3
     cut = tokens_of(tmp_path, TEXTS, long, max_seq_length=limit)
     assert max(len(branch.input_ids) for branch in cut[1].branches) == limit  # type: ignore[attr-defined]
     assert cut.num_cut == 1
-    assert len(tokens_of(tmp_path, TEXTS, long, max_seq_length=limit, long_rows="drop")) == 1
     # A prompt that leaves no place for an answer: the pair goes, and nothing is divided by the length of nothing.
     far = {"prompt": "What then? " * 9, "chosen": "a", "rejected": "b"}
     assert len(tokens_of(tmp_path, TEXTS, far, max_seq_length=20)) == 1
@@ -219,7 +218,7 @@ def test_auto_goes_by_the_columns(tmp_path: Path) -> None:
         ({"text": "once"}, {"beta": 0.3}, "beta has no effect: objective is sft"),
         (TEXTS, {"simpo_gamma": 1.0}, "simpo_gamma has no effect: objective is dpo"),
         (TEXTS, {"beta": 0.3, "loss_type": "ipo", "reference": "start", "init_from": "x"}, None),
-        (RATED, {"beta": 0.3, "label_column": "label"}, None),
+        (RATED, {"beta": 0.3}, None),
         (
             TEXTS,
             {"agents": ({"beta": 0.3}, {}), "num_agents": 2, "objective": "reward"},

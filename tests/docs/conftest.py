@@ -34,7 +34,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "generation_eval_samples": 4,
         "max_new_tokens_eval": 8,
         "logging_steps": 1,
-        "write_report": False,
     }
     run = ci_llm.train(keys, output_dir=stage / "ci_llm_output").folder
     for name in ("ci_llm_output/a", "ci_llm_output/b", "ci_llm_output/mine", "straight", "resumed"):

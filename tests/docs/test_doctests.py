@@ -25,7 +25,6 @@ SMALL: dict[str, Any] = {
     "generation_eval_samples": 0,
     "num_workers": 0,
     "report_to": "none",
-    "write_report": False,
 }
 
 

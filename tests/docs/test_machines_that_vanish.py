@@ -12,7 +12,7 @@ import yaml
 
 from ci_llm.cli.serve import _options
 from ci_llm.config import read_config
-from ci_llm.serve.options import Options
+from ci_llm.serve import Options
 
 RECIPES = Path(__file__).parents[2] / "examples/machines_that_vanish"
 

@@ -120,7 +120,7 @@ def test_the_embedded_default_passes(server: ForkServer, tmp_path: Path) -> None
 def test_agents_with_data_of_their_own_pass(server: ForkServer, tmp_path: Path) -> None:
     texts = tmp_path.parent / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"{number} is a number. " * 3}) + "\n" for number in range(40)))
-    agents = f"agents=[{{}}, {{dataset_name: {texts}, data_seed: 3}}, {{max_train_samples: 9}}]"
+    agents = f"agents=[{{}}, {{dataset_name: {texts}}}, {{max_train_samples: 9}}]"
     words = ["max_train_samples=100", "max_train_steps=null", "epochs=1", "global_batch_size=4"]
     found = told(server, tmp_path, agents, *words)
     assert found.codes == [0], found.text

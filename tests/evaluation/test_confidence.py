@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ import pytest
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration, Logistic
 from ci_llm.crowd.judging import auroc, calibration_error
-from ci_llm.evaluation.evaluate import failed_rows, sureness_lines
-from ci_llm.evaluation.predictions import at_coverage, honest_error, sureness_record
+from ci_llm.evaluation.evaluate import failed_rows
+from ci_llm.evaluation.predictions import at_coverage, honest_error, sureness_lines, sureness_record
 
 #: Right with the probability that the first signal is.
 IDENTITY = Logistic((0.0, 0.0, 0.0, 0.0, 0.0), 0.0)
@@ -70,8 +69,7 @@ def test_the_record_of_answers() -> None:
 def test_an_area_of_few_answers_is_not_shown(right: int, wrong: int, shown: bool) -> None:
     """`AUROC 1.000` was printed for three rows."""
     rows = [row(0.9, True, [True])] * right + [row(0.2, False, [False])] * wrong
-    record = {"sureness": sureness_record(rows, None, "probability")}
-    [line] = sureness_lines(SimpleNamespace(record=record, calibrated=None))  # type: ignore[arg-type]
+    [line] = sureness_lines(sureness_record(rows, None, "probability"))
     assert line.startswith(f"confidence, {right} right and {wrong} wrong: ")
     assert ("1.000 AUROC of wrong answers" in line) == shown
     assert ("no AUROC below 10 of each" in line) != shown

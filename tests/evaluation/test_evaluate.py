@@ -491,7 +491,7 @@ def test_a_calibration_is_kept_with_the_run_and_used_by_every_command(
     found = asked(capsys, run, "--calibrate", "--abstain-below", "0")
     assert found["resumed"] == 7, "the answers that are there are used"
     assert found["calibration"] == str(run / "calibration.json")
-    made = Calibration.of(read_json(run / "calibration.json"))  # type: ignore[arg-type]
+    made = Calibration.of(read_json(run / "calibration.json"))
     assert (made.rows, made.aggregator, len(made.learned.weights)) == (7, "probability", 2)
     assert made.weights == json.loads((run / "predictions.source.json").read_text())["weights"]
     sure = found["sureness"]

@@ -27,7 +27,6 @@ TRAINING = {
     "max_new_tokens_eval": 12,
     "num_workers": 0,
     "report_to": "none",
-    "write_report": "false",
     "output_dir": "run",
 }
 

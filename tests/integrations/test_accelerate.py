@@ -22,7 +22,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.stateful_sampler import StatefulSampler
 from ci_llm.errors import CheckpointError, CiLlmError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
 from ci_llm.integrations.accelerate import latest_state, register_hooks
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from tests.checkpoints.test_store import flip
 from tests.support.accelerate_loops import SETTINGS, Rows, collate, hooked_loop
 from tests.support.log_lines import log_lines
@@ -158,10 +158,10 @@ def saved(saved_once: Path, tmp_path: Path) -> Path:
 )
 def test_another_loop_is_refused(other: dict[str, Any], message: str, saved: Path) -> None:
     loop = Loop(**other)
-    before = loop.crowd.agents.weights.clone()
+    before = loop.crowd.storage.weights.clone()
     with pytest.raises(ForeignCheckpoint, match=message):
         loop.accelerator.load_state(str(saved))
-    assert torch.equal(loop.crowd.agents.weights, before)
+    assert torch.equal(loop.crowd.storage.weights, before)
 
 
 @pytest.mark.slow
@@ -218,7 +218,7 @@ def test_saving_again_replaces_the_folder(saved: Path) -> None:
     before = load_checkpoint(saved / "ci_llm")
     loop.accelerator.save_state(str(saved))
     assert compare(load_checkpoint(saved / "ci_llm"), before).differences == ()
-    loop.crowd.agents.weights[0, 0] += 1
+    loop.crowd.storage.weights[0, 0] += 1
     loop.accelerator.save_state(str(saved))
     assert not compare(load_checkpoint(saved / "ci_llm"), before).identical
 
@@ -255,28 +255,28 @@ def test_agents_do_not_count_in_the_fingerprint_of_a_base() -> None:
 def test_dropconnect_acts_in_a_plain_loop_and_in_training_only() -> None:
     crowd = Crowd(tiny.base(), LoraSettings(2, rank=2, dropconnect=0.5, target_modules=("q_proj",)), "toy")
     plain = Crowd(tiny.base(), LoraSettings(2, rank=2, target_modules=("q_proj",)), "toy")
-    noise = torch.randn(crowd.agents.weights.shape, dtype=torch.float64)
+    noise = torch.randn(crowd.storage.weights.shape, dtype=torch.float64)
     for each in (crowd, plain):
-        each.agents.weights.copy_(noise)
+        each.storage.weights.copy_(noise)
     batch = tiny.batch()
     first, second = (crowd.train()(batch).loss for _ in range(2))
     assert not torch.equal(first, second)
     assert torch.equal(crowd.eval()(batch).loss, plain.eval()(batch).loss)
     first.backward()
-    layer = next(iter(crowd.agents.layers.values()))
-    assert layer.groups[0].masks is not None
+    layer = next(iter(crowd.storage.layers.values()))
+    assert layer.stacks[0].masks is not None
     gradient = layer.lora_A["agent0"].grad
     assert gradient is not None
     dropped = (gradient == 0).double().mean()
     assert 0.3 < float(dropped) < 0.7, "the gradient has the mask of its own forward pass"
-    assert not torch.equal(gradient == 0, layer.groups[0].masks[0][0] == 0), "and not that of a later one"
+    assert not torch.equal(gradient == 0, layer.stacks[0].masks[0][0] == 0), "and not that of a later one"
 
 
 def test_masks_of_a_step_that_was_begun_hold() -> None:
     crowd = Crowd(tiny.base(), LoraSettings(2, rank=2, dropconnect=0.5, target_modules=("q_proj",)), "toy").train()
     with torch.no_grad():
-        crowd.agents.weights.normal_()
-    crowd.agents.begin_step(0)
+        crowd.storage.weights.normal_()
+    crowd.storage.begin_step(0)
     assert torch.equal(crowd(tiny.batch()).loss, crowd(tiny.batch()).loss)
 
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ci_llm import Config
 from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from examples import accelerate_loop, callback, own_loop, rows_in_memory
-from tools.testbed.events import DEADLINE_S
+from tools.testbed.events import DEADLINE_S, wait_until_committed
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.moments import interfere
 
@@ -122,6 +122,7 @@ def rows_of_a_frame(folder: str, stop: int | None) -> int:
     class Kill:
         def on_step_end(self, args: object, state: Any, control: object, **_: Any) -> None:
             if state.global_step == stop:
+                wait_until_committed(Path(folder), 2)
                 os.kill(os.getpid(), signal.SIGKILL)
 
     torch.set_num_threads(1)
@@ -131,7 +132,6 @@ def rows_of_a_frame(folder: str, stop: int | None) -> int:
         "generation_eval_samples": 0,
         "report_to": "none",
         "save_steps": 2,
-        "async_save": False,
     }
     result = rows_in_memory.train(Path(folder), callbacks=[Kill()], **few)
     return 0 if (result.status, [*result.history.index][-1]) == ("completed", 4) else 1
@@ -154,7 +154,7 @@ def test_rows_in_memory_that_are_killed_and_called_again_end_with_the_same_bits(
 def with_a_callback(folder: str) -> int:
     """In a process of its own: a run that the callback of the example ends, and the rest of it."""
     few = {"lora_rank": 2, "batch_size": 2, "eval_samples": 4, "generation_eval_samples": 0, "num_workers": 0}
-    few |= {"max_train_samples": 12, "eval_steps": 2, "max_train_steps": 6, "write_report": False}
+    few |= {"max_train_samples": 12, "eval_steps": 2, "max_train_steps": 6}
     eager, patient = callback.EnoughForMe(nll=1e9), callback.EnoughForMe(nll=0.0)
     assert callback.train(Path(folder), eager, **few) == "interrupted"
     assert callback.train(Path(folder), patient, **few) == "completed"

@@ -45,9 +45,7 @@ PLAIN = (
     "kernels=plain max_grad_norm=null lr_scheduler_type=constant diversity=none dropconnect_p=0 lora_dropout=0"
     " num_warmup_steps=0"
 )
-QUIET = (
-    "epochs=1 eval_steps=null eval_samples=1 save_interval_seconds=null report_to=none write_report=false num_workers=0"
-)
+QUIET = "epochs=1 eval_steps=null eval_samples=1 save_interval_seconds=null report_to=none num_workers=0"
 
 
 def trial(folder: str, loop: str, keys: dict[str, Any], dies: bool) -> int:

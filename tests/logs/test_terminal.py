@@ -210,12 +210,6 @@ def test_a_terminal_that_cannot_redraw_gets_lines(
     assert "\x1b" not in terminal.text
 
 
-def test_without_a_live_area_a_terminal_gets_lines(terminal: PseudoTerminal, open_log: Callable[..., RunLog]) -> None:
-    open_log(terminal, live=False).progress(Position(1, 4, [1.0]))
-    terminal.wait_for("the line", lambda screen: screen == ["step 1/4  25%  loss 1"])
-    assert "\x1b" not in terminal.text
-
-
 def test_no_color_is_honoured(
     terminal: PseudoTerminal, open_log: Callable[..., RunLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:

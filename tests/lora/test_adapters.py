@@ -20,7 +20,9 @@ from ci_llm.base import targets
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.errors import ForeignCheckpoint, ModelError
-from ci_llm.lora.layer import AgentGroup, LoraSettings, _FusedLinear, _LowRank
+from ci_llm.lora.layer import Stack, _FusedLinear, _LowRank
+from ci_llm.lora.reading import Casts
+from ci_llm.lora.settings import LoraSettings
 from tests.support.campaign import sampled
 from tests.support.peft_twins import peft_loss, with_weights_of
 from tools.testbed.tiny import base, batch
@@ -35,13 +37,13 @@ def crowd_of(model: Any, **settings: Any) -> Crowd:
     crowd.choose_route()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        crowd.agents.weights.copy_(torch.randn(crowd.agents.weights.shape, generator=generator) * 0.1)
+        crowd.storage.weights.copy_(torch.randn(crowd.storage.weights.shape, generator=generator) * 0.1)
     return crowd
 
 
 def peft_twin(model: Any, crowd: Crowd, agent: int) -> Any:
     """The same agent as a PEFT model on a copy of the base, configured by the settings and by nothing that we write."""
-    targets = sorted({name.rpartition(".")[2] for name in crowd.agents.layers})
+    targets = sorted({name.rpartition(".")[2] for name in crowd.storage.layers})
     settings = crowd.settings
     config = peft.LoraConfig(
         r=settings.rank,
@@ -59,7 +61,7 @@ def gradient_error(crowd: Crowd, twin: Any, agent: int) -> float:
     """|ours - theirs| / |theirs| over all of one agent's gradient."""
     grads = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
     off = norm = 0.0
-    for name, module in crowd.agents.layers.items():
+    for name, module in crowd.storage.layers.items():
         for kind in ("lora_A", "lora_B"):
             wanted = grads[f"base_model.model.{name}.{kind}.default.weight"]
             found = getattr(module, kind)[f"agent{agent}"].grad
@@ -150,7 +152,7 @@ def test_a_window_longer_than_the_rows_of_the_trial_is_not_lost(
 
 def compare_with_peft(crowd: Crowd, model: Any, packed: Batch, tolerance: float) -> None:
     crowd.train()
-    crowd.agents.begin_step(0)
+    crowd.storage.begin_step(0)
     output = crowd(packed)
     output.loss.backward()
     for agent in range(K):
@@ -167,11 +169,11 @@ def test_three_optimizer_steps_equal_peft() -> None:
     crowd = crowd_of(copy.deepcopy(model), use_rslora=True)
     twins = [peft_twin(model, crowd, k) for k in range(K)]
     options = {"lr": 1e-2, "weight_decay": 0.01}
-    ours = torch.optim.AdamW([{"params": [row]} for row in crowd.agents.rows], fused=True, **options)
+    ours = torch.optim.AdamW([{"params": [row]} for row in crowd.storage.rows], fused=True, **options)
     theirs = [torch.optim.AdamW([p for p in t.parameters() if p.requires_grad], **options) for t in twins]
     for step in range(3):
         packed = batch((8 + step, 15, 21 - step))
-        crowd.agents.begin_step(step)
+        crowd.storage.begin_step(step)
         crowd(packed).loss.backward()
         ours.step()
         for twin, optimizer in zip(twins, theirs, strict=True):
@@ -180,7 +182,7 @@ def test_three_optimizer_steps_equal_peft() -> None:
             optimizer.step()
     for agent, twin in enumerate(twins):
         wanted = dict(twin.named_parameters())
-        for name, tensor in crowd.agents.agent_tensors(agent).items():
+        for name, tensor in crowd.agents[agent].state_dict().items():
             torch.testing.assert_close(
                 tensor, wanted[name.replace(".weight", ".default.weight")].data, rtol=0, atol=1e-12
             )
@@ -207,51 +209,51 @@ def test_peft_opens_exported_agents_with_the_same_logits(tmp_path: Path) -> None
 
 def test_load_agent_refuses_other_names_and_shapes() -> None:
     crowd = crowd_of(base())
-    tensors = {n: t.clone() for n, t in crowd.agents.agent_tensors(1).items()}
-    crowd.agents.load_agent(0, tensors, "here")
-    assert torch.equal(crowd.agents.weights[0], crowd.agents.weights[1])
+    tensors = {n: t.clone() for n, t in crowd.agents[1].state_dict().items()}
+    crowd.agents[0].load_state_dict(tensors, "here")
+    assert torch.equal(crowd.storage.weights[0], crowd.storage.weights[1])
     tensors.popitem()
     with pytest.raises(ForeignCheckpoint, match="1 tensors differ"):
-        crowd.agents.load_agent(0, tensors, "here")
+        crowd.agents[0].load_state_dict(tensors, "here")
 
 
 def test_agents_live_in_one_storage_also_after_moving() -> None:
     crowd = crowd_of(base()).to(torch.float32)
-    crowd.agents.begin_step(0)
+    crowd.storage.begin_step(0)
     crowd(batch()).loss.backward()
-    storage = crowd.agents.weights.untyped_storage().data_ptr()
+    storage = crowd.storage.weights.untyped_storage().data_ptr()
     trainable = [p for p in crowd.parameters() if p.requires_grad]
-    assert sum(p.numel() for p in trainable) == crowd.agents.weights.numel()
+    assert sum(p.numel() for p in trainable) == crowd.storage.weights.numel()
     assert {p.untyped_storage().data_ptr() for p in trainable} == {storage}
     assert {p.grad.untyped_storage().data_ptr() for p in trainable} == {
-        crowd.agents.gradients.untyped_storage().data_ptr()
+        crowd.storage.gradients.untyped_storage().data_ptr()
     }
-    assert crowd.agents.gradients.abs().sum(1).min() > 0
+    assert crowd.storage.gradients.abs().sum(1).min() > 0
 
 
 def test_an_agent_without_gradient_keeps_its_bits() -> None:
     crowd = crowd_of(base())
-    optimizer = torch.optim.AdamW([{"params": [row]} for row in crowd.agents.rows], lr=0.1, fused=True)
-    crowd.agents.begin_step(0)
+    optimizer = torch.optim.AdamW([{"params": [row]} for row in crowd.storage.rows], lr=0.1, fused=True)
+    crowd.storage.begin_step(0)
     crowd(batch()).loss.backward()
-    crowd.agents.gradients[1, 5] = float("nan")
-    before = crowd.agents.weights.clone()
-    norms = crowd.agents.clip([1e-3] * K)
+    crowd.storage.gradients[1, 5] = float("nan")
+    before = crowd.storage.weights.clone()
+    norms = crowd.storage.clip([1e-3] * K)
     assert norms.isfinite().tolist() == [k != 1 for k in range(len(norms))]
-    crowd.agents.leave_out([1])
-    clipped = crowd.agents.gradients.norm(dim=1)
+    crowd.storage.leave_out([1])
+    clipped = crowd.storage.gradients.norm(dim=1)
     assert clipped[0].item() == pytest.approx(1e-3, rel=1e-2)
     optimizer.step()
-    assert torch.equal(crowd.agents.weights[1], before[1])
-    assert not torch.equal(crowd.agents.weights[0], before[0])
+    assert torch.equal(crowd.storage.weights[1], before[1])
+    assert not torch.equal(crowd.storage.weights[0], before[0])
 
 
 def test_an_agent_starts_the_same_whatever_k_is() -> None:
-    few = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").agents.weights
-    many = Crowd(base(), LoraSettings(num_agents=5, rank=4), "toy").agents.weights
+    few = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").storage.weights
+    many = Crowd(base(), LoraSettings(num_agents=5, rank=4), "toy").storage.weights
     assert torch.equal(few, many[:2])
     assert not torch.equal(many[0], many[1])
-    same = Crowd(base(), LoraSettings(num_agents=2, rank=4, initialize_adapters_rand=False), "toy").agents.weights
+    same = Crowd(base(), LoraSettings(num_agents=2, rank=4, initialize_adapters_rand=False), "toy").storage.weights
     assert torch.equal(same[0], same[1])
 
 
@@ -261,7 +263,7 @@ def test_without_gradients_a_layer_gives_the_same_numbers_past_autograd(
     agent: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crowd, rows = crowd_of(base()).eval(), batch()
-    with crowd.agents.reading.of(agent):
+    with crowd.read_by(agent):
         wanted = crowd.states(rows)
         assert wanted.requires_grad
         monkeypatch.setattr(_FusedLinear, "apply", None)
@@ -269,22 +271,22 @@ def test_without_gradients_a_layer_gives_the_same_numbers_past_autograd(
             assert torch.equal(crowd.states(rows), wanted)
 
 
-def test_the_groups_of_one_agent_follow_its_weights() -> None:
+def test_the_stack_of_one_agent_follows_its_weights() -> None:
     crowd, rows, found = crowd_of(base()).eval(), batch(), []
     for _ in range(2):
-        with crowd.agents.reading.of(1), torch.no_grad():
+        with crowd.read_by(1), torch.no_grad():
             found.append(crowd.states(rows))
-        crowd.agents.restack()
-        crowd.agents.weights.zero_()
+        crowd.storage.restack()
+        crowd.storage.weights.zero_()
     assert not torch.equal(*found)
 
 
 def test_dropconnect_masks_belong_to_step_and_agent_and_reach_the_gradient() -> None:
     def gradient(step: int) -> Tensor:
         crowd = crowd_of(base(), dropconnect=0.5).train()
-        crowd.agents.begin_step(step)
+        crowd.storage.begin_step(step)
         crowd(batch()).loss.backward()
-        return crowd.agents.gradients.clone()
+        return crowd.storage.gradients.clone()
 
     first = gradient(3)
     dropped = first == 0
@@ -296,7 +298,7 @@ def test_dropconnect_masks_belong_to_step_and_agent_and_reach_the_gradient() -> 
 
 def test_dropout_is_independent_per_agent_and_off_in_evaluation() -> None:
     crowd = crowd_of(base(), dropout=0.5)
-    crowd.agents.weights[:] = crowd.agents.weights[:1].clone()
+    crowd.storage.weights[:] = crowd.storage.weights[:1].clone()
     crowd.train()
     noisy = crowd(batch()).log_probs
     assert not torch.equal(noisy[0], noisy[1])
@@ -317,27 +319,29 @@ def test_own_functions_pass_gradcheck(masked: bool) -> None:
     masks = ((random(2, 3, 5) > 0).double() * 2, (random(2, 4, 3) > 0).double() * 2) if masked else None
     parameters = [t.requires_grad_() for t in (*a.unbind(0), *b.unbind(0))]
     weight, bias = random(4, 5), random(4)
-    x, dropped = random(2, 6, 5).requires_grad_(), random(2, 6, 5).requires_grad_()
+    x, dropped = random(12, 5).requires_grad_(), random(12, 5).requires_grad_()
+    both, first, second = slice(0, 12), slice(0, 6), slice(6, 12)
 
     def fused(x: Tensor, *p: Tensor) -> Tensor:
-        return _FusedLinear.apply(x, x.detach(), None, weight, bias, [group_of(p)], False, *p)
+        return _FusedLinear.apply(x, x.detach(), None, weight, bias, [(stack_of(p), both)], False, *p)
 
     def fused_dropped(x: Tensor, z: Tensor, *p: Tensor) -> Tensor:
-        return _FusedLinear.apply(x, x.detach(), z, weight, None, [group_of(p, drops=True)], False, *p)
+        return _FusedLinear.apply(x, x.detach(), z, weight, None, [(stack_of(p, drops=True), both)], False, *p)
 
     def fused_of_two_kinds(x: Tensor, z: Tensor, *p: Tensor) -> Tensor:
         """Agent 0 without dropout, agent 1 with it; they have other scalings."""
-        groups = [group_of((p[0], p[2])), replace(group_of((p[1], p[3]), drops=True), first=1, end=2, scaling=0.3)]
-        return _FusedLinear.apply(x, x.detach(), z[1:], weight, bias, groups, False, p[0], p[2], p[1], p[3])
+        other = replace(stack_of((p[1], p[3]), drops=True), first=1, end=2, scaling=0.3)
+        owned = [(stack_of((p[0], p[2])), first), (other, second)]
+        return _FusedLinear.apply(x, x.detach(), z[6:], weight, bias, owned, False, p[0], p[2], p[1], p[3])
 
     def low_rank(x: Tensor, *p: Tensor) -> Tensor:
-        return _LowRank.apply(x, group_of(p), *p)
+        return _LowRank.apply(x.view(2, 6, 5), stack_of(p), *p)
 
-    def group_of(p: tuple[Tensor, ...], *, drops: bool = False) -> AgentGroup:
+    def stack_of(p: tuple[Tensor, ...], *, drops: bool = False) -> Stack:
         n = len(p) // 2
-        stacked = torch.stack(p[:n]).detach(), torch.stack(p[n:]).detach()
+        a, b = torch.stack(p[:n]).detach(), torch.stack(p[n:]).detach()
         own = masks and (masks[0][:n], masks[1][:n])
-        return AgentGroup(0, n, scaling=0.7, drops=drops, stacked=stacked, masks=own)
+        return Stack(0, n, 0.7, drops, a, b, Casts(), None, own)
 
     assert torch.autograd.gradcheck(fused, (x, *parameters))
     assert torch.autograd.gradcheck(fused_dropped, (x, dropped, *parameters))
@@ -349,15 +353,15 @@ def test_own_functions_pass_gradcheck(masked: bool) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_bf16_autocast_keeps_gradients_in_fp32_and_near_the_exact_ones(family: str) -> None:
     crowd = crowd_of(base(family, torch.float32)).train()
-    crowd.agents.begin_step(0)
+    crowd.storage.begin_step(0)
     crowd(batch()).loss.backward()
-    exact = crowd.agents.gradients.clone()
-    crowd.agents.begin_step(0)
+    exact = crowd.storage.gradients.clone()
+    crowd.storage.begin_step(0)
     with torch.autocast("cpu", torch.bfloat16):
         loss = crowd(batch()).loss
     loss.backward()
-    assert crowd.agents.gradients.dtype == torch.float32
-    similarity = torch.nn.functional.cosine_similarity(exact, crowd.agents.gradients, dim=1)
+    assert crowd.storage.gradients.dtype == torch.float32
+    similarity = torch.nn.functional.cosine_similarity(exact, crowd.storage.gradients, dim=1)
     assert similarity.min() > 0.99
 
 
@@ -368,9 +372,9 @@ def test_activation_checkpointing_changes_no_gradient() -> None:
         if checkpointing:
             crowd.gradient_checkpointing_enable()
         torch.manual_seed(5)
-        crowd.agents.begin_step(1)
+        crowd.storage.begin_step(1)
         crowd(batch()).loss.backward()
-        return crowd.agents.gradients
+        return crowd.storage.gradients
 
     assert torch.equal(gradient(False), gradient(True))
 
@@ -388,7 +392,7 @@ def test_target_modules_that_fit_no_layer_are_refused(targets: Any, message: str
 def test_target_modules_that_the_base_lacks_are_named() -> None:
     names = ("q_proj", "v_porj", "fc1", "mlp.up_proj")
     crowd = Crowd(base(), LoraSettings(target_modules=names), "toy")
-    assert len(crowd.agents.layers) == 4
+    assert len(crowd.storage.layers) == 4
     said = "this model has no v_porj (did you mean v_proj?), no fc1; no agent adapts it"
     for model in (base(), crowd.model):
         assert targets.absent_targets(model, names) == said
@@ -402,28 +406,28 @@ def test_a_deep_copy_learns_as_the_crowd_does(checkpointing: bool) -> None:
     if checkpointing:
         crowd.gradient_checkpointing_enable()
     average = AveragedModel(crowd)
-    begun, copied = crowd.agents.weights.clone(), copy.deepcopy(crowd)
+    begun, copied = crowd.storage.weights.clone(), copy.deepcopy(crowd)
     for each in (crowd, copied):
-        optimizer = torch.optim.SGD(each.agents.rows, lr=0.5)
+        optimizer = torch.optim.SGD(each.storage.rows, lr=0.5)
         for step in range(2):
-            each.agents.begin_step(step)
+            each.storage.begin_step(step)
             each(batch()).loss.backward()
             optimizer.step()
         if each is crowd:
-            assert torch.equal(copied.agents.weights, begun)
-    assert torch.equal(copied.agents.weights, crowd.agents.weights)
+            assert torch.equal(copied.storage.weights, begun)
+    assert torch.equal(copied.storage.weights, crowd.storage.weights)
     assert torch.equal(copied(batch()).log_probs, crowd(batch()).log_probs)
     average.update_parameters(crowd)  # the first one copies
-    assert torch.equal(average.module.agents.weights, crowd.agents.weights)
+    assert torch.equal(average.module.storage.weights, crowd.storage.weights)
     assert torch.equal(average(batch()).log_probs, crowd(batch()).log_probs)
 
 
 def test_target_modules_as_in_peft() -> None:
-    everything = Crowd(base(), LoraSettings(), "toy").agents.layers
+    everything = Crowd(base(), LoraSettings(), "toy").storage.layers
     assert len(everything) == 14
     assert not any("lm_head" in name for name in everything)
-    assert len(Crowd(base(), LoraSettings(target_modules=("q_proj", "v_proj")), "toy").agents.layers) == 4
-    assert len(Crowd(base(), LoraSettings(target_modules=r".*\.1\.mlp\..*_proj"), "toy").agents.layers) == 3
+    assert len(Crowd(base(), LoraSettings(target_modules=("q_proj", "v_proj")), "toy").storage.layers) == 4
+    assert len(Crowd(base(), LoraSettings(target_modules=r".*\.1\.mlp\..*_proj"), "toy").storage.layers) == 3
 
 
 @pytest.mark.slow
@@ -442,7 +446,7 @@ def test_a_base_with_a_weight_that_is_not_finite_is_refused() -> None:
 def test_layers_whose_weight_the_base_reads_itself_carry_no_agents() -> None:
     model = base("mamba")
     crowd = Crowd(copy.deepcopy(model), LoraSettings(rank=4, alpha=8), "toy")
-    assert sorted(crowd.agents.layers) == [f"backbone.layers.{n}.mixer.in_proj" for n in range(2)]
+    assert sorted(crowd.storage.layers) == [f"backbone.layers.{n}.mixer.in_proj" for n in range(2)]
     opened = peft.LoraConfig(**crowd.adapter_files()["agent0/adapter_config"])  # its all-linear would match more
     peft.get_peft_model(model, opened)
     with pytest.raises(ModelError, match="dt_proj, which cannot carry an adapter"):

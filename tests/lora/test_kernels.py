@@ -12,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.data.batches import AgentBatches
 from ci_llm.lora import kernels, passes
 from ci_llm.lora.kernels import PARTS, Rotation, SwiGlu, fast_chunk, is_fast, rotate
-from ci_llm.lora.layer import LoraSettings, _FusedLinear
+from ci_llm.lora.layer import _FusedLinear
+from ci_llm.lora.settings import LoraSettings
 from tests.support.campaign import drawn
 from tests.support.crowds import bits_in_company
+from tests.support.micro_steps import owned
 from tools.testbed.tiny import base, batch
 
 MODULES = dict.fromkeys(("norms", "rotation", "gate"))
@@ -45,20 +46,20 @@ def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def crowd_of(model: Any, parts: tuple[str, ...] = (), **settings: Any) -> Crowd:
     crowd = Crowd(model, LoraSettings(**{"num_agents": 3, "rank": 4, **settings}), "toy").train()
     with torch.no_grad():
-        crowd.agents.weights.copy_(random(*crowd.agents.weights.shape) * 0.1)
+        crowd.storage.weights.copy_(random(*crowd.storage.weights.shape) * 0.1)
     crowd.compute_fast(parts)
     return crowd
 
 
-def learned(crowd: Crowd, rows: Any = None, **reading: Any) -> tuple[Tensor, Tensor]:
+def learned(crowd: Crowd, rows: Any = None, agent: int | None = None) -> tuple[Tensor, Tensor]:
     """Loss and gradients of a step."""
-    crowd.agents.begin_step(0)
-    crowd.agents.begin_micro_step(0, 0, 0)
+    crowd.storage.begin_step(0)
+    crowd.storage.begin_micro_step(0, 0, 0)
     torch.manual_seed(0)
-    with crowd.agents.reading.of(**reading):
-        loss = crowd(batch() if rows is None else rows).loss
+    with crowd.read_by(agent):
+        loss = sum(output.loss for output in crowd(crowd.for_all(batch()) if rows is None else rows))
         loss.backward()
-    return loss.detach(), crowd.agents.gradients.clone()
+    return loss.detach(), crowd.storage.gradients.clone()
 
 
 def test_gates_and_rotations_pass_gradcheck() -> None:
@@ -127,7 +128,7 @@ def test_the_fast_head_keeps_the_small_slope_of_a_sure_target_in_16_bits() -> No
 def test_a_family_learns_the_same_by_the_parts_that_fit_it(family: str, part: str) -> None:
     model = base(family, torch.float32)
     plain, fast = crowd_of(copy.deepcopy(model)), crowd_of(model, (part,))
-    joined = sum(layer.joined is not None for layer in fast.agents.layers.values())
+    joined = sum(layer.joined is not None for layer in fast.storage.layers.values())
     taken = [sum(is_fast(m, forward) for m in model.modules()) for forward in kernels._FORWARDS.values()]
     wanted = [n if name == part else 0 for name, n in zip((*MODULES, "joined"), TAKEN[family], strict=True)]
     assert [*taken, joined] == wanted
@@ -189,7 +190,7 @@ def test_a_deep_copy_computes_fast_with_its_own_numbers() -> None:
     with torch.no_grad():
         for norm in (m for m in crowd.model.modules() if isinstance(m, LlamaRMSNorm)):
             norm.weight.zero_()
-        crowd.agents.weights.zero_()
+        crowd.storage.weights.zero_()
     torch.testing.assert_close(learned(twin), before, rtol=0, atol=0)
 
 
@@ -209,19 +210,19 @@ def test_recomputed_layers_give_the_same_gradients_by_fast_kernels() -> None:
     ids=["dropout", "shapes", "rows of its own"],
 )
 def test_layers_that_cannot_be_joined_compute_alone(settings: dict[str, Any], own_rows: bool) -> None:
-    rows = AgentBatches((batch((5, 8)), batch((4,)), batch((3, 6)))) if own_rows else None
+    rows = owned((batch((5, 8)), batch((4,)), batch((3, 6)))) if own_rows else None
     found = [learned(crowd_of(base(dtype=torch.float32), parts, **settings), rows) for parts in ((), ("joined",))]
     assert torch.equal(found[0][1], found[1][1])
 
 
 def test_a_pass_that_was_given_up_is_forgotten_by_the_next_step() -> None:
     crowd = crowd_of(base(dtype=torch.float32), ("joined",))
-    layer = next(layer for name, layer in crowd.agents.layers.items() if name.endswith("gate_proj"))
-    crowd.agents.begin_step(0)
+    layer = next(layer for name, layer in crowd.storage.layers.items() if name.endswith("gate_proj"))
+    crowd.storage.begin_step(0)
     layer(torch.ones(crowd.num_agents, 2, layer.in_features))
     joined: Any = layer.joined
     assert joined._left, "the other layer has not taken its part"
-    crowd.agents.begin_step(0)
+    crowd.storage.begin_step(0)
     assert not joined._left
     assert joined._input is None
 
@@ -233,10 +234,10 @@ def test_joined_layers_add_to_the_storage_past_the_parameters(monkeypatch: pytes
     _, found = learned(crowd)
     assert len(calls) == 4  # o_proj and down_proj of two layers
     assert found.any(dim=1).all()
-    crowd.agents.take_gradients_away()  # as in a loop that does not begin its steps
+    crowd.storage.take_gradients_away()  # as in a loop that does not begin its steps
     crowd(batch()).loss.backward()
     assert len(calls) == 4 + 14
-    assert all(each.grad is not None for layer in crowd.agents.layers.values() for each in layer.lora_A.values())
+    assert all(each.grad is not None for layer in crowd.storage.layers.values() for each in layer.lora_A.values())
 
 
 @pytest.mark.parametrize("agent", [None, 1])
@@ -244,8 +245,8 @@ def test_without_gradients_joined_layers_give_the_numbers_of_each(agent: int | N
     found = []
     for parts in ((), ("joined",)):
         crowd = crowd_of(base(dtype=torch.float32), parts)
-        crowd.agents.begin_step(0)
-        with torch.no_grad(), crowd.agents.reading.of(agent):
+        crowd.storage.begin_step(0)
+        with torch.no_grad(), crowd.read_by(agent):
             found.append(crowd.states(batch()))
     assert torch.equal(*found)
 
@@ -267,14 +268,13 @@ def test_an_agent_joins_the_layers_that_it_adapts_whatever_others_adapt() -> Non
     for agents in ((few,), ({"seed": 4}, few)):
         crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=agents), "toy").train()
         crowd.compute_fast(PARTS)
-        crowd.agents.pass_per_agent = True
-        row = crowd.agents.rows[-1]
+        crowd.storage.pass_per_agent = True
+        row = crowd.storage.rows[-1]
         row.data.copy_(random(*row.shape) * 0.1)
-        crowd.agents.begin_step(0)
-        for part in crowd.parts(batch()):
-            with part.reading():
-                crowd(part.rows).loss.backward()
-        found.append(crowd.agents.gradients[-1, : len(row)].clone())
+        crowd.storage.begin_step(0)
+        for part in crowd.parts(crowd.for_all(batch())):
+            crowd(part)[0].loss.backward()
+        found.append(crowd.storage.gradients[-1, : len(row)].clone())
     assert found[0].any()
     assert torch.equal(*found)
 

@@ -29,7 +29,7 @@ EMULATIONS = ("ONEDNN_MAX_CPU_ISA=AVX512_CORE", "ONEDNN_MAX_CPU_ISA=AVX2", "MKL_
 
 
 def packed_of(crowd: Crowd, dtype: torch.dtype = torch.float32, *, by_onednn: bool = True) -> Packed:
-    return Packed.of(crowd.agents.layers.values(), crowd.head, dtype, by_onednn=by_onednn)
+    return Packed.of(crowd.storage.layers.values(), crowd.head, dtype, by_onednn=by_onednn)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def packs(dtype: torch.dtype) -> bool:
 def test_every_product_has_the_bits_of_the_plain_weight(dtype: torch.dtype) -> None:
     crowd = crowd_of(base("qwen2", torch.float32))  # q, k and v have a bias
     found = packed_of(crowd, dtype)
-    assert len(found.weights) == (len(crowd.agents.layers) if packs(dtype) else 0)
+    assert len(found.weights) == (len(crowd.storage.layers) if packs(dtype) else 0)
     assert found.head.weight.is_mkldnn == packs(dtype)
     pairs: list[Any] = [(layer.base_layer, weight) for layer, weight in found.weights.items()]  # type: ignore[union-attr]
     pairs.append((crowd.head, found.head.weight))
@@ -98,8 +98,8 @@ def test_a_weight_whose_trial_differs_is_not_packed(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(packed, "product", shifted)
     found = packed_of(crowd)
-    narrow = {layer for layer in crowd.agents.layers.values() if layer.out_features <= layer.in_features}
-    assert 0 < len(narrow) < len(crowd.agents.layers)
+    narrow = {layer for layer in crowd.storage.layers.values() if layer.out_features <= layer.in_features}
+    assert 0 < len(narrow) < len(crowd.storage.layers)
     assert found.weights.keys() == narrow
     assert not found.head.weight.is_mkldnn
 
@@ -124,18 +124,18 @@ class Sharded(nn.Parameter):
 
 def test_a_sharded_or_a_missing_weight_is_not_packed() -> None:
     crowd = crowd_of(base("llama", torch.float32))
-    one, other, *_ = crowd.agents.layers.values()
+    one, other, *_ = crowd.storage.layers.values()
     for layer, kind, device in ((one, nn.Parameter, "meta"), (other, Sharded, "cpu")):
         plain: Any = layer.base_layer
         plain.weight = kind(plain.weight.data.to(device), requires_grad=False)
-    assert packed_of(crowd).weights.keys() == {*crowd.agents.layers.values()} - {one, other}
+    assert packed_of(crowd).weights.keys() == {*crowd.storage.layers.values()} - {one, other}
 
 
 def test_a_crowd_packs_once_and_again_after_its_base_has_changed() -> None:
     crowd = crowd_of(base("llama", torch.float32)).eval()
     first = crowd.packed(torch.float32, by_onednn=True)
     assert crowd.packed(torch.float32, by_onednn=True) is first
-    layer = next(iter(crowd.agents.layers.values()))
+    layer = next(iter(crowd.storage.layers.values()))
     with torch.no_grad():
         layer.base_layer.weight.mul_(2)  # type: ignore[operator, union-attr]
     again = crowd.packed(torch.float32, by_onednn=True)
@@ -151,7 +151,7 @@ def test_training_drops_what_was_packed_and_a_copy_packs_for_itself(monkeypatch:
     other = copy.deepcopy(crowd)
     texts = [written(each) for each in (crowd, other)]
     assert texts[0] == texts[1]
-    assert other.packed(torch.float32, by_onednn=True).weights.keys() == {*other.agents.layers.values()}
+    assert other.packed(torch.float32, by_onednn=True).weights.keys() == {*other.storage.layers.values()}
     crowd.train()
     assert crowd._packed is None
 

@@ -28,8 +28,8 @@ from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.rows import Chat, Message
 from ci_llm.distributed.precision import speed_of_bf16
-from ci_llm.lora.layer import LoraSettings
 from ci_llm.lora.passes import distance, tolerance
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.run.start.cost_model import trace_longest
 from tests.support.agent_facts import facts_of
 from tests.support.campaign import size
@@ -191,16 +191,16 @@ def test_the_base_of_a_gguf_file_answers(gguf: str, folder: Path) -> None:
 
 def test_gradients_are_those_of_peft(crowd: Crowd, folder: Path) -> None:
     rows = packed(tokenizer_of(crowd), "train", 2)
-    crowd.train().agents.begin_step(0)
+    crowd.train().storage.begin_step(0)
     crowd(rows).loss.backward()
     crowd.eval()
     twin = exported_twin(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), crowd, 1)
     peft_loss(twin, rows).backward()
     trained = {name: weight.grad for name, weight in twin.named_parameters() if weight.grad is not None}
-    assert len(trained) == 2 * len(crowd.agents.layers)
+    assert len(trained) == 2 * len(crowd.storage.layers)
     for name, grad in trained.items():
         layer, _, side = name.removeprefix("base_model.model.").partition(".lora_")
-        own = getattr(crowd.agents.layers[layer], f"lora_{side[0]}")["agent1"]
+        own = getattr(crowd.storage.layers[layer], f"lora_{side[0]}")["agent1"]
         assert distance(own.grad, grad) < 2e-3, name  # rounding through 30 layers is .0004; a mask left out is .07
 
 

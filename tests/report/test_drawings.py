@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ci_llm.report.drawings import BOTTOM, LEFT, RIGHT, TOP, lay_out, round_values, thinned
+from ci_llm.report.page import BOTTOM, LEFT, RIGHT, TOP, lay_out, round_values, thinned
 
 ENDS = st.floats(-1e9, 1e9).flatmap(
     lambda low: st.floats(1e-9, 1e9).map(lambda length: (low, low + max(length, 1e-6 * abs(low))))

@@ -26,7 +26,6 @@ KEYS = {
     "eval_samples": 12,
     "generation_eval_samples": 12,
     "max_new_tokens_eval": 8,
-    "write_report": "true",
 }
 
 

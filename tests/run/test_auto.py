@@ -35,7 +35,7 @@ NUMBERS: dict[str, Any] = {
     "learning_rate": 8e-3,
     "eval_samples": 400,
 }
-QUICK: dict[str, Any] = {"num_agents": 2, "report_to": "none", "write_report": False, "generation_eval_samples": 0}
+QUICK: dict[str, Any] = {"num_agents": 2, "report_to": "none", "generation_eval_samples": 0}
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,6 @@ def test_one_edited_line_gives_the_settings_of_an_own_base(own_base: Path, tmp_p
         "learning_rate": 2e-4,
         "eval_samples": 50,
     }
-    assert config.long_rows == "split"
     assert json.loads((result.folder / "final_checkpoint" / "agent1" / "adapter_config.json").read_text())["r"] == 16
     assert result.metrics["n"] == 3
     for line in (

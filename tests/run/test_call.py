@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,14 +22,14 @@ from transformers import EarlyStoppingCallback
 import ci_llm
 from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.cluster.deadline import Pace
+from ci_llm.cluster.deadline import Pace, watch_walltime
 from ci_llm.config import read_call
 from ci_llm.core.run_status import read_status
 from ci_llm.logs.run_log import RunLog
 from ci_llm.mirror.objects import open_objects
 from ci_llm.mirror.reader import MirrorReader
 from ci_llm.run import call, job
-from ci_llm.run.end import shutdown
+from ci_llm.run.end import attempt
 from ci_llm.run.end.mirroring import RunMirror
 from ci_llm.run.step.callbacks import Callbacks, TrainerControl, TrainerState
 from ci_llm.run.step.evaluation import Evaluator
@@ -50,7 +49,6 @@ KEYS: dict[str, Any] = {
     "save_steps": 2,
     "num_workers": 0,
     "report_to": "none",
-    "write_report": False,
 }
 
 
@@ -229,7 +227,7 @@ def test_an_interrupted_job_is_requeued_after_everything_else(tmp_path: Path, mo
     monkeypatch.setattr(job, "write_page", noted("page", job.write_page))
     monkeypatch.setattr(RunLog, "finish_trackers", noted("trackers", RunLog.finish_trackers))
     monkeypatch.setattr(RunMirror, "end", noted("mirror", RunMirror.end))
-    monkeypatch.setattr(shutdown, "requeue", noted("put back", lambda *_, **__: "SLURM job 7 is put back"))
+    monkeypatch.setattr(attempt, "requeue", noted("put back", lambda *_, **__: "SLURM job 7 is put back"))
     monkeypatch.setattr(CheckpointManager, "close", noted("lease", CheckpointManager.close))
     result = ci_llm.train(KEYS, output_dir=tmp_path / "run", callbacks=[StopAt(1)])
     assert result.status == "interrupted"
@@ -314,8 +312,7 @@ def test_max_runtime_counts_from_the_call(tmp_path: Path, monkeypatch: pytest.Mo
     before = time.time()
     ci_llm.train(KEYS, output_dir=tmp_path, max_runtime=1000)
     ((config, interrupts, launch),) = calls
-    processes: Any = SimpleNamespace(is_main_process=True, launch=launch)
-    deadline = shutdown.watch_walltime(config, processes, Pace(), interrupts).deadline
+    deadline = watch_walltime(config.max_runtime, launch, Pace(), interrupts).deadline
     assert deadline is not None
     assert before + 1000 <= deadline.at <= time.time() + 1000
 

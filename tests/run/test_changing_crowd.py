@@ -140,7 +140,7 @@ def test_a_request_that_cannot_be_met_is_refused_and_the_run_continues(
 
 # Agents with rows of their own
 
-OWN_ROWS: Final = ("{seed: 1, data_seed: 5}", "{seed: 2, max_train_samples: 5}", "{seed: 3}")
+OWN_ROWS: Final = ("{seed: 1, max_train_samples: 9}", "{seed: 2, max_train_samples: 5}", "{seed: 3}")
 
 
 def own_rows(*entries: str) -> dict[str, Any]:

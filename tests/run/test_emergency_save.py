@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,8 @@ import pytest
 import torch
 
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.cluster.launch import Launch
+from ci_llm.run.end.attempt import Attempt
 from ci_llm.run.end.emergency_save import EmergencySave
 from tools.testbed.disks import CachedDisk
 
@@ -29,12 +30,9 @@ class BrokenOnce(CachedDisk):
 
 
 def emergency_save(manager: CheckpointManager) -> EmergencySave:
-    attempt: Any = SimpleNamespace(
-        number=1,
-        config=SimpleNamespace(interrupted_exit_code=75),
-        processes=SimpleNamespace(is_main_process=True, num_processes=1, device=torch.device("cpu")),
-        manager=manager,
-    )
+    config: Any = SimpleNamespace(run_folder=manager.directory, interrupted_exit_code=75)
+    attempt: Any = Attempt(config, Launch("python"), manager)
+    attempt.processes = SimpleNamespace(is_main_process=True, num_processes=1, device=torch.device("cpu"))
     other: Any = SimpleNamespace()  # what only a run that trains uses
     return EmergencySave(
         attempt,
@@ -83,16 +81,13 @@ def test_the_job_is_requeued_after_everything_was_sent(monkeypatch: pytest.Monke
         if unreachable:
             raise OSError
 
-    def interrupted(reason: str) -> Callable[[], None]:
-        done.append(reason)
-        return lambda: done.append("put back")
-
     monkeypatch.setattr(os, "_exit", done.append)
     attempt: Any = SimpleNamespace(
         config=SimpleNamespace(interrupted_exit_code=75),
         processes=SimpleNamespace(is_main_process=True, num_processes=1, device=torch.device("cpu")),
-        manager=SimpleNamespace(wait_until_finished=lambda: None),
-        interrupted=interrupted,
+        finish_save_in_flight=lambda: None,
+        interrupted=done.append,
+        last_act=lambda: done.append("put back"),
     )
     interrupts: Any = SimpleNamespace(stop_reason="walltime")
     other: Any = SimpleNamespace()

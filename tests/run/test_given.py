@@ -25,6 +25,7 @@ from ci_llm.data.files import kept_rows
 from ci_llm.data.sources import load_rows
 from ci_llm.embedded import BASE_FOLDER
 from tests.run.test_call import KEYS, same
+from tools.testbed.events import wait_until_committed
 from tools.testbed.forkserver import ForkServer
 
 ROWS = [{"prompt": f"What is {n} plus 1?", "completion": f"{n + 1}"} for n in range(30)]
@@ -142,10 +143,11 @@ def until_step_two_and_killed(folder: str, cache: str) -> int:
     class Kill:
         def on_step_end(self, args: object, state: Any, control: object, **_: Any) -> None:
             if state.global_step == 3:
+                wait_until_committed(Path(folder), 2)
                 os.kill(os.getpid(), signal.SIGKILL)
 
     torch.set_num_threads(1)
-    ci_llm.train(dataset=ROWS, output_dir=folder, callbacks=[Kill()], async_save=False, **SHORT)
+    ci_llm.train(dataset=ROWS, output_dir=folder, callbacks=[Kill()], **SHORT)
     return 0
 
 
@@ -319,7 +321,7 @@ def test_a_quiet_call_prints_nothing_but_warnings_and_a_handler_gets_everything(
     own, package = Kept(), logging.getLogger("ci_llm")
     package.addHandler(own)
     try:
-        keys = {**SHORT, "max_train_steps": 1, "report_to": "tensorboard", "write_report": True}
+        keys = {**SHORT, "max_train_steps": 1, "report_to": "tensorboard"}
         result = ci_llm.train(dataset=Dataset.from_list(ROWS), output_dir=tmp_path / "run", **keys)
         assert package.handlers == [own]
     finally:

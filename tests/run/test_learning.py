@@ -94,7 +94,6 @@ def test_a_run_whose_loss_rises_says_so_in_all_its_results(
     monkeypatch.setattr(Learning, "look", lambda self, found: look(self, [1.0] * len(found)))
     words = ["num_agents=2", "lora_rank=2", "batch_size=4", "max_train_samples=20", "num_workers=0", "report_to=none"]
     words += ["eval_samples=4", "generation_eval_samples=0", "eval_steps=null", "logging_steps=2", "max_seq_length=256"]
-    words += ["write_report=false"]
     run = tmp_path / "run"
     words += ["learning_rate=1e-3", f"output_dir={run}"]
     assert main(["train", *words, "max_train_steps=30"]) == 0

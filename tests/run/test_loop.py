@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ci_llm.agents.agent import Training
 from ci_llm.crowd.objective import Objective
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.run.context import Prepared
@@ -32,13 +33,15 @@ def test_a_step_clips_each_agents_mean_gradient_and_uses_its_own_rate() -> None:
         crowd=crowd,
         processes=SimpleNamespace(reduce_flat_=lambda tensor: tensor),
         state=TrainState(recovery=RecoveryState(agents=tuple(AgentRecovery(lr_factor=rate / 0.1) for rate in rates))),
-        prepared=Prepared(crowd, torch.optim.SGD([{"params": [row]} for row in crowd.agents.rows])),
-        learning_rates=[lambda step: 0.1] * K,
-        max_grad_norms=[limit] * K,
+        prepared=Prepared(crowd, torch.optim.SGD([{"params": [row]} for row in crowd.storage.rows])),
     )
-    crowd.agents.begin_step(0)
-    Objective()(crowd(packed), packed, step=0).total.backward()
-    verdict = Verdict(packed.num_targets, (False,) * K, (0.0,) * (K + 2), False, None, False)
+    for agent in crowd.agents:
+        agent.training = Training(lambda _: 0.1, 0.0, limit, course=None)  # type: ignore[arg-type]
+    crowd.storage.begin_step(0)
+    Objective()(crowd(packed), step=0).total.backward()
+    verdict = Verdict(
+        packed.num_targets, (False,) * K, (*[0.0] * K, *[float(packed.num_targets)] * K, 0.0, 0.0), False, None, False
+    )
     told = apply_gradients(run, 0, verdict, left_out=())
     clipped = 0
     for k, (twin, rate) in enumerate(zip(twins, rates, strict=True)):
@@ -46,7 +49,7 @@ def test_a_step_clips_each_agents_mean_gradient_and_uses_its_own_rate() -> None:
         clipped += bool(norm > limit)
         assert told[k].item() == pytest.approx(norm.item(), rel=1e-12)
         wanted = torch.cat([(p.detach() - rate * p.grad).flatten() for p in twin])
-        found = torch.cat([tensor.flatten() for tensor in crowd.agents.agent_tensors(k).values()])
+        found = torch.cat([tensor.flatten() for tensor in crowd.agents[k].state_dict().values()])
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     assert clipped == 1
 

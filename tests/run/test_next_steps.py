@@ -17,8 +17,8 @@ import pytest
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config, load_config
 from ci_llm.run.context import Run
+from ci_llm.run.end.attempt import command_line
 from ci_llm.run.end.result import log_next_steps, next_steps
-from ci_llm.run.end.shutdown import command_line
 from ci_llm.run.step.state import Validation
 from tests.report.folders import evaluation
 

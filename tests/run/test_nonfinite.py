@@ -46,7 +46,7 @@ def test_a_nonfinite_agent_changes_no_bit_of_the_others(server: ForkServer, undi
 
 def test_a_bad_row_costs_its_agent_no_more_than_in_a_run_alone(server: ForkServer, tmp_path: Path) -> None:
     """Each agent reads the rows in its own order, so that they meet the bad row in different batches."""
-    one, other = "{seed: 1, data_seed: 3}", "{seed: 2, data_seed: 4}"
+    one, other = "{seed: 1}", "{seed: 2, max_train_samples: 30}"
     fault = Fault("nan gradient", steps=(4,), agents=(0,))
     for name, agents in (("alone", [one]), ("beside", [one, other])):
         keys = {"agents": f"[{', '.join(agents)}]", "num_agents": len(agents)}
@@ -136,7 +136,9 @@ def test_a_trial_with_no_rollback_left_is_dropped(server: ForkServer, undisturbe
 
 def test_a_dropped_agent_has_no_effect_on_decisions_about_the_others() -> None:
     def verdict(*nonfinite: bool) -> Verdict:
-        return Verdict(5, nonfinite, (1.0, 1.0, 1.0, 0.0, 7.0), out_of_memory=False, stop=None, save=False)
+        return Verdict(
+            5, nonfinite, (1.0, 1.0, 1.0, 2.0, 2.0, 1.0, 0.0, 7.0), out_of_memory=False, stop=None, save=False
+        )
 
     fine = findings_of(verdict(False, False, False), None, dropped=(1,))
     assert (fine.left_out, fine.nonfinite, fine.bad_batch, fine.tokens) == ((1,), (), False, 7)

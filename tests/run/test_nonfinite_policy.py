@@ -81,7 +81,7 @@ def test_only_an_overflow_halves_the_loss_scale() -> None:
 
 
 def test_a_dropped_agent_does_not_count_as_an_overflow() -> None:
-    verdict = Verdict(10, (False, False), (1.0, 1.0, 0.0, 10.0), out_of_memory=False, stop=None, save=False)
+    verdict = Verdict(10, (False, False), (1.0, 1.0, 5.0, 5.0, 0.0, 10.0), out_of_memory=False, stop=None, save=False)
     state = TrainState(skipped=(0, 0), loss_scale=8.0)
     for known_bad in (False, True):
         findings = findings_of(verdict, state.loss_scale, known_bad=known_bad, dropped=(1,))

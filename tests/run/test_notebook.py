@@ -33,7 +33,7 @@ def test_a_notebook_shows_a_bar_while_it_trains_and_a_result_as_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CI_LLM_CACHE", str(tmp_path / "cache"))
-    keys = {**KEYS, "output_dir": str(tmp_path / "run"), "write_report": True}
+    keys = {**KEYS, "output_dir": str(tmp_path / "run")}
     bars = (
         "from ci_llm.logs import terminal\nseen = []\n"
         "class Seen(terminal.NotebookArea):\n    def draw(self, draw):\n"

@@ -14,11 +14,12 @@ from torch import Tensor
 from ci_llm.core import determinism
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
-from ci_llm.data.batches import AgentBatches, MicroBatch
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.data.batches import MicroBatch
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.run import one_layer as module
 from ci_llm.run.one_layer import fixed_batch, layer_digest
 from tests.support.campaign import drawn
+from tests.support.micro_steps import micro_step
 from tools.testbed.tiny import FAMILIES, base
 
 LENGTHS = (9, 17, 5)
@@ -37,11 +38,9 @@ def trains(crowd: Crowd) -> Callable[[list[MicroBatch]], Any]:
 
     def train(batches: list[MicroBatch]) -> Any:
         crowd.train()
-        crowd.agents.begin_step(-1)
+        crowd.storage.begin_step(-1)
         determinism.seed_everything("a key")
-        crowd.agents.begin_micro_step(-1, 0, 0)
-        loss = Objective()(crowd(batches[0]), batches[0], -1)
-        loss.total.backward()
+        loss = micro_step(crowd, Objective(), batches[0], -1)
         return SimpleNamespace(sums=loss.task)
 
     return train
@@ -53,15 +52,15 @@ def digest_of(crowd: Crowd, lengths: tuple[int, ...] = LENGTHS, *, own_rows: boo
 
 def everything(crowd: Crowd) -> dict[str, Any]:
     """Everything that taking a digest must not change."""
-    agents = crowd.agents
+    storage = crowd.storage
     return {
-        "weights": agents.weights.clone(),
-        "gradients": agents.gradients.clone(),
-        "grads": [each.grad for each in (*agents.rows, *crowd.parameters())],
+        "weights": storage.weights.clone(),
+        "gradients": storage.gradients.clone(),
+        "grads": [each.grad for each in (*storage.rows, *crowd.parameters())],
         "modes": [each.training for each in crowd.modules()],
         "modules": [name for name, _ in crowd.named_modules()],
         "hooks": sum(len(each._forward_hooks) for each in crowd.modules()),
-        "micro-step": agents.dropout.micro_step,
+        "micro-step": storage.dropout.micro_step,
         "generators": determinism.capture(),
         "grad mode": torch.is_grad_enabled(),
     }
@@ -100,7 +99,7 @@ def test_taking_a_digest_changes_nothing(training: bool) -> None:
 def test_the_digest_does_not_depend_on_agents_or_generators() -> None:
     crowd = crowd_on(dropout=0.1, dropconnect=0.1)
     found = digest_of(crowd)
-    crowd.agents.weights.normal_()
+    crowd.storage.weights.normal_()
     torch.rand(7)
     assert digest_of(crowd) == found
 
@@ -133,9 +132,9 @@ def test_another_rounding_in_the_backward_pass_alone_changes_the_digest(monkeypa
     backward = module.Crowd.forward
 
     def forward(self: Crowd, batch: Any) -> Any:
-        output = backward(self, batch)
-        output.states.register_hook(lambda grad: grad * (1 + 2**-20))
-        return output
+        outputs = backward(self, batch)
+        outputs[0].states.register_hook(lambda grad: grad * (1 + 2**-20))
+        return outputs
 
     monkeypatch.setattr(Crowd, "forward", forward)
     assert digest_of(crowd) != found
@@ -144,7 +143,7 @@ def test_another_rounding_in_the_backward_pass_alone_changes_the_digest(monkeypa
 def test_rows_of_other_lengths_and_rows_per_agent_have_other_digests() -> None:
     crowd = crowd_on()
     assert len({digest_of(crowd), digest_of(crowd, (9, 17)), digest_of(crowd, (17, 9, 5))}) == 3
-    assert isinstance(fixed_batch(crowd, LENGTHS, own_rows=True), AgentBatches)
+    assert len(fixed_batch(crowd, LENGTHS, own_rows=True)) == crowd.num_agents
     assert digest_of(crowd, own_rows=True) == digest_of(crowd, own_rows=True)
 
 

@@ -28,10 +28,10 @@ SETTINGS = (
     "model_dtype=bf16 diversity=swd",
     "model_dtype=fp64 agent_layers=upper_half",
     "batch_size=1",
-    'agents=[{},{"lora_rank":4,"data_seed":3}]',
+    'agents=[{},{"lora_rank":4,"max_train_samples":15}]',
 )
 WORDS = ["num_agents=2", "lora_rank=2", "batch_size=4", "max_train_samples=20", "max_seq_length=256", "num_workers=0"]
-WORDS += ["eval_samples=1", "generation_eval_samples=0", "eval_steps=null", "report_to=none", "write_report=false"]
+WORDS += ["eval_samples=1", "generation_eval_samples=0", "eval_steps=null", "report_to=none"]
 WORDS += ["max_train_steps=12", "save_steps=6", "save_interval_seconds=null", "output_dir=run"]
 
 
@@ -59,14 +59,9 @@ def train(server: ForkServer, folder: Path, settings: str, *words: str) -> str:
 
 
 def digests(checkpoint: Path) -> dict[str, str]:
-    """Of every tensor of the agents and of their moments."""
-    files = read_manifest(checkpoint).files
-    return {
-        f"{file}: {name}": digest
-        for file, record in files.items()
-        if file.startswith(("agent", "optimizer"))
-        for name, digest in record.tensors.items()
-    }
+    """Of the files of the agents and of their moments."""
+    files = {name: each for name, each in read_manifest(checkpoint).files.items() if name.endswith(".safetensors")}
+    return {name: each.digest for name, each in files.items() if name.startswith(("agent", "optimizer"))}
 
 
 def layer_of(checkpoint: Path) -> Any:

@@ -12,8 +12,9 @@ import torch
 from ci_llm.core.memory import is_out_of_memory, unless_out_of_memory
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
-from ci_llm.data.agent_rows import AgentRows
-from ci_llm.data.batches import AgentBatches, MicroBatch, pack
+from ci_llm.data.batches import MicroBatch, Owned, pack
+from ci_llm.data.courses import Course, Courses
+from ci_llm.data.order import Plan
 from ci_llm.run.step.out_of_memory import in_parts
 from tests.support.campaign import sampled, sampled_cases
 from tests.support.faults import Fault, adapters, fired, metrics, said, samples, train, weights
@@ -166,27 +167,28 @@ def test_a_resumed_run_keeps_its_pass_per_agent(server: ForkServer, tmp_path: Pa
 
 def test_parts_of_a_micro_batch_hold_its_rows_in_order() -> None:
     rows = [tiny.example(5 + number) for number in range(5)]
-    batches = [pack([rows[number] for number in numbers], numbers) for numbers in ([3, 1, 4], [0, 2])]
-    tokenized: Any = rows
-    assert in_parts(tokenized, batches, 3) is batches
-    parts = in_parts(tokenized, batches, 2)
-    assert [part.sample_ids for part in parts] == [(3, 1), (4, 0), (2,)]
-    assert torch.equal(torch.cat([p.input_ids for p in parts]), torch.cat([b.input_ids for b in batches]))
+    packed = [pack([rows[number] for number in numbers], numbers) for numbers in ([3, 1, 4], [0, 2])]
+    batches: list[MicroBatch] = [[Owned((0, 1), batch)] for batch in packed]
+    course = course_of(rows)
+    assert in_parts(Courses((course, course)), batches, 3) is batches
+    parts = in_parts(Courses((course, course)), batches, 2)
+    assert [own.batch.sample_ids for part in parts for own in part] == [(3, 1), (4, 0), (2,)]
+    ids = torch.cat([own.batch.input_ids for part in parts for own in part])
+    assert torch.equal(ids, torch.cat([batch.input_ids for batch in packed]))
+
+
+def course_of(rows: Any) -> Course:
+    return Course(rows, Plan(len(rows), 5, seed=1))
 
 
 def test_parts_with_rows_per_agent_hold_them_in_order() -> None:
     rows = [tiny.example(5 + number) for number in range(5)]
     packed = [pack([rows[number] for number in numbers], numbers) for numbers in ([3, 1, 4], [0, 2], [1])]
-    tokenized: Any = rows
-    batches: list[MicroBatch] = [AgentBatches((packed[0], packed[2])), AgentBatches((packed[1], None))]
-    of_each = AgentRows((tokenized, tokenized))
-    assert in_parts(of_each, batches, 3) is batches
-    parts = in_parts(of_each, batches, 2)
-    assert [[own and own.sample_ids for own in part.each] for part in parts if isinstance(part, AgentBatches)] == [
-        [(3, 1), (1,)],
-        [(4, 0), None],
-        [(2,), None],
-    ]
+    batches: list[MicroBatch] = [[Owned((0,), packed[0]), Owned((1,), packed[2])], [Owned((0,), packed[1])]]
+    courses = Courses((course_of(rows), course_of(rows)))
+    assert in_parts(courses, batches, 3) is batches
+    parts = [{own.agents: own.batch.sample_ids for own in part} for part in in_parts(courses, batches, 2)]
+    assert parts == [{(0,): (3, 1), (1,): (1,)}, {(0,): (4, 0)}, {(0,): (2,)}]
 
 
 def test_a_bug_does_not_count_as_out_of_memory(server: ForkServer, tmp_path: Path) -> None:

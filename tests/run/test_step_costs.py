@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ci_llm.agents.agent import Training
 from ci_llm.cluster.launch import read_launch
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
@@ -28,7 +29,7 @@ from ci_llm.crowd.objective import Objective
 from ci_llm.data.batches import Batch
 from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
 from ci_llm.distributed.processes import Processes
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.run.context import Prepared
 from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.loop import apply_gradients, compute_gradients, prepared
@@ -104,12 +105,11 @@ class Step:
             heartbeat=Heartbeat(),
             processes=Processes(Config(mixed_precision="bf16" if dtype else "no"), launch=read_launch({}, [])),
             state=TrainState(skipped=(0,) * agents, recovery=recovery),
-            optimizer=torch.optim.AdamW([{"params": [row]} for row in crowd.agents.rows], fused=True),
+            optimizer=torch.optim.AdamW([{"params": [row]} for row in crowd.storage.rows], fused=True),
             prepared=Prepared(crowd, None),
-            plan=None,
-            learning_rates=[lambda step: 1e-3] * agents,
-            max_grad_norms=[1.0] * agents,
         )
+        for agent in crowd.agents:
+            agent.training = Training(lambda _: 1e-3, 0.0, 1.0, course=None)  # type: ignore[arg-type]
         optimizer = self.run.optimizer
         self.run.prepared = prepared(self.run.prepared, self.run.processes.accelerator, crowd, optimizer, None)
 
@@ -118,7 +118,7 @@ class Step:
         with ExitStack() as watching:
             for each in watched:
                 watching.enter_context(each)
-            sums = compute_gradients(self.run, number, [rows])
+            sums = compute_gradients(self.run, number, [self.run.crowd.for_all(rows)])
             votes = encode(Ballot(num_targets=sums.num_targets, nonfinite=sums.nonfinite, sums=sums.sums))
         verdict = decode(votes, self.run.crowd.num_agents, ())  # votes lie on the CPU
         with ExitStack() as watching:
@@ -163,7 +163,7 @@ def test_memory_that_a_step_leaves_behind_is_found() -> None:
     step, leaked = Step(), []
 
     def leak(_module: Any, _rows: Any, output: Any) -> None:
-        leaked[:] = [output.log_probs.detach()]
+        leaked[:] = [output[0].log_probs.detach()]
 
     step.run.crowd.register_forward_hook(leak)
     left = left_by_the_third(step)
@@ -183,4 +183,4 @@ def left_by_the_third(step: Step) -> list[int]:
 def _owned(step: Step) -> list[Tensor]:
     crowd, optimizer = step.run.crowd, step.run.optimizer
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return [*crowd.parameters(), *crowd.buffers(), crowd.agents.weights, crowd.agents.gradients, *states]
+    return [*crowd.parameters(), *crowd.buffers(), crowd.storage.weights, crowd.storage.gradients, *states]

@@ -39,8 +39,8 @@ def test_a_completed_run_writes_its_report(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "why_not",
-    [{"told_s_ago": 11.0}, {"is_main_process": False}, {"held": False}, {"write_report": False}],
-    ids=["a third of the grace is over", "another process", "another attempt has the folder", "not wanted"],
+    [{"told_s_ago": 11.0}, {"is_main_process": False}, {"held": False}],
+    ids=["a third of the grace is over", "another process", "another attempt has the folder"],
 )
 def test_no_report_is_written_where_it_would_delay_the_exit(why_not: dict[str, Any], folder: Path) -> None:
     write_page(*run(folder, grace_s=30.0, **why_not))

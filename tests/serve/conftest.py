@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.serve.options import Options
-from ci_llm.serve.start import of_run
+from ci_llm.serve import Options
+from ci_llm.serve.app import of_run
 from tests.serve.listening import Listening
 from tests.support.crowds import disturbed_crowd, save_crowd
 

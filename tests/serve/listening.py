@@ -10,8 +10,7 @@ from typing import Any
 
 import httpx
 
-from ci_llm.serve.app import Service
-from ci_llm.serve.start import server_of
+from ci_llm.serve.app import Service, server_of
 from tools.testbed.events import DEADLINE_S, wait_until
 
 QUESTION = "Ann has 7 pens. Then the number becomes 3 times as big. Ann breaks 6. How many pens are left?"

@@ -11,7 +11,7 @@ import pytest
 
 from ci_llm.crowd.asking import Answer
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.scoring import targets_of
+from ci_llm.crowd.generation import targets_of
 from ci_llm.data.batches import pack
 from ci_llm.embedded import rows
 from tests.serve.listening import QUESTION, Listening, chat

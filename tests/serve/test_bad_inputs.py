@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ci_llm.data.prompts import Prompter
-from ci_llm.serve import app, call
-from ci_llm.serve.body import ApiProblem, ChatBody, CompletionBody, checked, parsed
-from ci_llm.serve.options import Options
-from ci_llm.serve.start import of_run
+from ci_llm.serve import Options, app, request
+from ci_llm.serve.app import of_run
+from ci_llm.serve.request import ApiProblem, ChatBody, CompletionBody, checked, parsed
 from tests.serve.listening import Listening, chat
 from tests.support import campaign
 from tests.support.crowds import disturbed_crowd
@@ -206,9 +205,9 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listening]:
     """A server whose long prompts have 65 characters, and whose tokens may be of any length."""
-    for module in (app, call):
+    for module in (app, request):
         monkeypatch.setattr(module, "PIECE", 64)
-    monkeypatch.setattr(call.Served, "characters", None)
+    monkeypatch.setattr(request.Served, "characters", None)
     with Listening(of_run(disturbed_crowd(), Options(slots=4, queue=8))) as listening:
         yield listening
 
@@ -296,7 +295,7 @@ def test_without_a_length_per_token_characters_do_not_count(odd: str, drops: boo
         def plain_ids(self, text: str) -> list[int]:
             return [0] * (len(text.replace(odd, "")) // 4 if odd else len(text) // 4)
 
-    served = call.Served(Dropping(), ["a"], "crowd", 100, 9, frozenset(), 3)  # type: ignore[arg-type]
+    served = request.Served(Dropping(), ["a"], "crowd", 100, 9, frozenset(), 3)  # type: ignore[arg-type]
     assert served.characters == (None if drops else 400)
 
 

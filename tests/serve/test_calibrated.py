@@ -11,8 +11,8 @@ from ci_llm.crowd.asking import Answer
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput
-from ci_llm.serve.options import Options
-from ci_llm.serve.start import of_run
+from ci_llm.serve import Options
+from ci_llm.serve.app import of_run
 from tests.crowd.test_calibration import calibration_of
 from tests.serve.listening import Listening, chat
 from tests.support.crowds import disturbed_crowd

@@ -15,7 +15,7 @@ import pytest
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput, CiLlmError, ModelError
-from ci_llm.serve.options import Options
+from ci_llm.serve import Options
 from ci_llm.serve.remote import of_engine
 from tests.serve.listening import Listening, chat
 from tools.testbed.events import DEADLINE_S

@@ -23,9 +23,9 @@ import pytest
 from ci_llm.crowd.decoder import Decoder
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput
+from ci_llm.serve import Options
+from ci_llm.serve.app import of_run, run_until_signal, server_of
 from ci_llm.serve.metrics import Metrics
-from ci_llm.serve.options import Options
-from ci_llm.serve.start import of_run, run_until_signal, server_of
 from tests.serve.listening import Listening, chat
 from tests.support import campaign
 from tests.support.children import Child

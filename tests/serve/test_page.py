@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from ci_llm.crowd.decoding import Request
-from ci_llm.serve.jobs import TextJob
-from ci_llm.serve.options import Options
-from ci_llm.serve.start import of_run
+from ci_llm.serve import Options
+from ci_llm.serve.app import of_run
+from ci_llm.serve.engine import TextJob
 from tests.report.test_story import CONTRAST
 from tests.serve.listening import QUESTION, Listening
 from tests.support.browser import CHROMIUM, NO_CHROMIUM, Browser

@@ -46,7 +46,6 @@ KEYS = {
     "max_train_steps": STEPS,
     "num_workers": 0,
     "report_to": "none",
-    "write_report": "false",
 }
 ENVIRONMENT = {
     "CI_LLM_PYTHON": sys.executable,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ci_llm.core.run_folder import Failure
+from ci_llm.core.run_folder import Failure, earliest_failure
 from ci_llm.core.run_status import Status
-from ci_llm.supervisor import attempt
-from ci_llm.supervisor.attempt import AttemptResult, _out_of_memory_kills
+from ci_llm.supervisor import child
+from ci_llm.supervisor.child import AttemptResult, _out_of_memory_kills
 from ci_llm.supervisor.classify import classify_by_output, classify_by_status
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Kind
@@ -91,7 +91,7 @@ def test_a_script_is_classified_by_exit_code_signal_and_output(end: AttemptResul
 def test_the_kernel_says_how_often_it_killed_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"^oom_kill \d+$", Path("/proc/vmstat").read_text(), re.MULTILINE), "the kernel's name of it"
     told = tmp_path / "vmstat"
-    monkeypatch.setattr(attempt, "Path", {"/proc/vmstat": told}.__getitem__)
+    monkeypatch.setattr(child, "Path", {"/proc/vmstat": told}.__getitem__)
     assert _out_of_memory_kills() == 0, "a kernel that does not say"
     told.write_text("nr_free_pages 795925\noom_kill_disable 3\noom_kill 7\nzone_reclaim_failed 1\n")
     assert _out_of_memory_kills() == 7
@@ -100,10 +100,10 @@ def test_the_kernel_says_how_often_it_killed_for_memory(tmp_path: Path, monkeypa
 def test_a_kill_for_memory_explains_only_what_ends_right_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel counts kills of the whole machine, so that an old kill in another job must not count."""
     clock, kills = [1000.0], [7]
-    monkeypatch.setattr(attempt, "_out_of_memory_kills", lambda: kills[0])
-    monkeypatch.setattr(attempt, "_SCARCE_FRACTION", 0.0)
-    monkeypatch.setattr(attempt, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    watch = attempt._MemoryWatch()
+    monkeypatch.setattr(child, "_out_of_memory_kills", lambda: kills[0])
+    monkeypatch.setattr(child, "_SCARCE_FRACTION", 0.0)
+    monkeypatch.setattr(child, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    watch = child._MemoryWatch()
     assert not watch.was_short()
     kills[0] += 1
     assert watch.was_short()  # seen at the end alone
@@ -203,11 +203,11 @@ def failure(reason: str, message: str = "as planned", time: float = 1.0, process
 def test_an_own_run_is_classified_by_what_it_wrote(
     told: Status | None, failures: list[Failure], end: AttemptResult, kind: Kind, detail: str
 ) -> None:
-    found, words = classify_by_status(end, told, failures, has_begun=False)
+    found, words = classify_by_status(end, told, earliest_failure(failures), has_begun=False)
     assert found == kind
     assert words.startswith(detail)
 
 
 def test_a_refusal_after_a_good_beginning_is_not_a_bad_call() -> None:
     """For instance, the lease of a writer whose machine died is valid for another minute."""
-    assert classify_by_status(result("busy", returncode=2), None, [], has_begun=True)[0] == "crashed"
+    assert classify_by_status(result("busy", returncode=2), None, None, has_begun=True)[0] == "crashed"

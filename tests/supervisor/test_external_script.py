@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ci_llm.core.run_status import is_alive
-from ci_llm.supervisor.attempt import Attempt, AttemptResult
+from ci_llm.supervisor.child import AttemptResult, Child
 from ci_llm.supervisor.external_script import ExternalScript, Resumption
 from ci_llm.supervisor.options import parse_options
 from ci_llm.supervisor.output_scan import Evidence
@@ -503,10 +503,10 @@ def test_an_attempt_that_cannot_begin_leaves_no_file_open(monkeypatch: pytest.Mo
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no process is to be had")
 
-    monkeypatch.setattr("ci_llm.supervisor.attempt.start_shim", refuse)
+    monkeypatch.setattr("ci_llm.supervisor.child.start_shim", refuse)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="no process"):
-        Attempt(["true"], {}, evidence=Evidence(), grace_s=1.0, wake_fd=0)
+        Child(["true"], {}, evidence=Evidence(), grace_s=1.0, wake_fd=0)
     assert os.listdir("/proc/self/fd") == before
 
 

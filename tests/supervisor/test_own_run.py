@@ -26,7 +26,7 @@ from ci_llm.core.run_folder import Failure, Recovery, read_recovery, write_failu
 from ci_llm.core.run_status import Status, is_alive, pid_space
 from ci_llm.errors import CheckpointError
 from ci_llm.supervisor import own_run
-from ci_llm.supervisor.attempt import AttemptResult
+from ci_llm.supervisor.child import AttemptResult
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Outcome, Policy, decide
 from tests.supervisor.terminal import ROOT, SCRIPTS, Terminal

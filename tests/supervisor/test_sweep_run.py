@@ -10,7 +10,7 @@ from ci_llm.checkpoints.manifest import FileImage
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cli import supervise
 from ci_llm.errors import ConfigError
-from ci_llm.supervisor.attempt import AttemptResult
+from ci_llm.supervisor.child import AttemptResult
 from ci_llm.supervisor.options import parse_options
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.own_run import OwnRun, SweepRun

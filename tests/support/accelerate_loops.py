@@ -17,7 +17,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.stateful_sampler import StatefulSampler
 from ci_llm.integrations.accelerate import latest_state, register_hooks
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 from tools.testbed import tiny
 
 EPOCHS = 2

@@ -21,7 +21,6 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from ci_llm.cluster import deadline
 from ci_llm.interrupts import Interrupts
-from ci_llm.run.end import shutdown
 from tests.support.supervised import supervise_forks
 from tools.testbed.forkserver import DEADLINE_S, ForkServer
 from tools.testbed.trials import Cell, Fate, train_watched
@@ -87,7 +86,7 @@ def _let_time_run_out() -> None:
     Interrupts.request_stop = tell  # type: ignore[method-assign]
     deadline._LONGEST_WAIT_S = 0.05  # type: ignore[misc]
     clock = partial(deadline.Walltime, clock=lambda: time.time() + jump_s[0])
-    shutdown.Walltime = clock  # type: ignore[misc, assignment]
+    deadline.Walltime = clock  # type: ignore[misc, assignment]
     signal.signal(signal.SIGALRM, ring)
 
 

@@ -12,7 +12,7 @@ from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import META
 from ci_llm.data.prompts import Prompter, PromptForm
-from ci_llm.lora.layer import LoraSettings
+from ci_llm.lora.settings import LoraSettings
 
 K = 3
 
@@ -39,7 +39,7 @@ def disturbed_crowd(form: PromptForm = "chat") -> Crowd:
     crowd = Crowd(loaded.model, LoraSettings(num_agents=K), loaded.name, loaded.tokenizer.pad_token_id)
     crowd.prompter = Prompter(loaded.tokenizer, form)
     with torch.no_grad():
-        crowd.agents.weights.normal_(0, 0.06, generator=torch.Generator().manual_seed(3))
+        crowd.storage.weights.normal_(0, 0.06, generator=torch.Generator().manual_seed(3))
     return crowd.eval()
 
 

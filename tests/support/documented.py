@@ -57,7 +57,6 @@ SHORT = {
     "generation_eval_samples": "0",
     "num_workers": "0",
     "report_to": "none",
-    "write_report": "false",
 }
 
 

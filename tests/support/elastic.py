@@ -31,12 +31,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms through this file
 from ci_llm import interrupts
+from ci_llm.agents.storage import AgentStorage
 from ci_llm.cli.main import main
 from ci_llm.core.run_status import is_alive
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.lora.adapters import AgentStorage
 from tools.testbed import worlds
-from tools.testbed.events import reads_again, wait_until
+from tools.testbed.events import new_rows, wait_until
 from tools.testbed.forkserver import ForkServer, end_with, free_port
 from tools.testbed.moments import train_signalled
 
@@ -137,10 +137,10 @@ def _keep_ledger(folder: Path) -> None:
         begin_step(agents, step)
 
     def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if not isinstance(module, Crowd) or not module.training or reads_again(module):
+        if not isinstance(module, Crowd) or not module.training:
             return
-        if present >= 0:  # else it is the digest of a layer
-            write(list(inputs[0].sample_ids))
+        if rows := new_rows(inputs[0]):
+            write(rows)
 
     AgentStorage.begin_step = begin_and_wait  # type: ignore[method-assign]
     register_module_forward_pre_hook(look)

@@ -34,10 +34,10 @@ from ci_llm.crowd.model import CrowdOutput
 from ci_llm.data import batches, loader
 from ci_llm.lora import kernels, layer
 from ci_llm.run import loop
-from ci_llm.run.end import result, shutdown
+from ci_llm.run.end import attempt, result
 from ci_llm.run.end import watchdog as hang_watch
 from ci_llm.run.end.watchdog import SilenceTimer
-from tools.testbed.events import DEADLINE_S, reads_again, wait_until, wait_until_committed
+from tools.testbed.events import DEADLINE_S, new_rows, wait_until, wait_until_committed
 from tools.testbed.forkserver import ForkServer
 
 FIRED = "fired.jsonl"
@@ -118,15 +118,13 @@ def nan_output(fault: Fault) -> None:
     """The forward pass of the agents that are struck gives NaN: their losses, and their part of a diversity term."""
     original = Crowd.forward
 
-    def forward(crowd: Crowd, batch: batches.Batch) -> CrowdOutput:
-        output = original(crowd, batch)
-        if torch.is_grad_enabled() and Now.strikes(fault):
-            factors = output.log_probs.new_ones(crowd.num_agents, 1)
-            factors[list(fault.agents)] = math.nan
-            agent = crowd.agents.reading.agent
-            own = factors if agent is None else factors[agent : agent + 1]
-            return replace(output, log_probs=output.log_probs * own)
-        return output
+    def forward(crowd: Crowd, rows: batches.MicroBatch) -> list[CrowdOutput]:
+        outputs = original(crowd, rows)
+        if not (torch.is_grad_enabled() and Now.strikes(fault)):
+            return outputs
+        factors = outputs[0].log_probs.new_ones(crowd.num_agents, 1)
+        factors[list(fault.agents)] = math.nan
+        return [replace(each, log_probs=each.log_probs * factors[list(each.agents)]) for each in outputs]
 
     Crowd.forward = forward  # type: ignore[method-assign]
 
@@ -312,7 +310,7 @@ def failure_unwritten(fault: Fault) -> None:
         if Now.strikes(fault):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    wrap(shutdown, "write_failure", strike)
+    wrap(attempt, "write_failure", strike)
 
 
 def kill(fault: Fault) -> None:
@@ -371,7 +369,7 @@ KINDS: dict[str, Callable[[Fault], None]] = {
 
 
 def watch_once_it_hangs() -> None:
-    """Silence counts only once a process hangs: on a busy machine a healthy step may exceed `hang_timeout`."""
+    """Three seconds of silence are a hang, once a process hangs: on a busy machine a healthy step may take longer."""
     advance = SilenceTimer.advance
 
     def count(silence: SilenceTimer, seconds: float) -> None:
@@ -379,6 +377,7 @@ def watch_once_it_hangs() -> None:
             advance(silence, seconds)
 
     SilenceTimer.advance = count  # type: ignore[method-assign]
+    hang_watch.FIRST_S = hang_watch.LEAST_S = 3.0  # type: ignore[misc]
     hang_watch.OTHERS_S = DEADLINE_S  # type: ignore[misc]
 
 
@@ -388,10 +387,9 @@ def arm(faults: Sequence[Fault]) -> None:
     def note(_run: object, step: int, *_: object) -> None:
         Now.step, Now.rows = step, []
 
-    def note_rows(crowd: Crowd, batch: batches.Batch) -> None:
-        is_step = Now.step >= 0  # below 0 it is the digest of a layer
-        if torch.is_grad_enabled() and is_step and not reads_again(crowd):
-            Now.rows += batch.sample_ids
+    def note_rows(_crowd: Crowd, rows: batches.MicroBatch) -> None:
+        if torch.is_grad_enabled() and Now.step >= 0:  # below 0 it is the digest of a layer
+            Now.rows += new_rows(rows)
 
     def note_step(*_: object) -> None:
         with Path(SAMPLES).open("a") as file:
@@ -436,7 +434,6 @@ KEYS = {
     "save_interval_seconds": "null",
     "num_workers": 0,
     "report_to": "none",
-    "write_report": "false",
     "output_dir": "run",
 }
 

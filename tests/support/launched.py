@@ -24,10 +24,11 @@ class Watch:
             from torch.nn.modules.module import register_module_forward_pre_hook
             seen = []
             def look(module, inputs):
-                if type(module).__name__ != "Crowd" or not torch.is_grad_enabled() or module.agents.reading.agent:
+                if type(module).__name__ != "Crowd" or not torch.is_grad_enabled():
                     return
-                if min(inputs[0].sample_ids) >= 0:  # else it is the digest of a layer
-                    seen.append(list(inputs[0].sample_ids))
+                from tools.testbed.events import new_rows
+                if rows := new_rows(inputs[0]):
+                    seen.append(rows)
                     with open({folder!r} + "/rows" + rank, "a") as file:
                         file.write(json.dumps(seen[-1]) + "\\n")
                     act(len(seen))

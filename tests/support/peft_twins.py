@@ -20,7 +20,7 @@ from ci_llm.data.batches import Batch
 
 def with_weights_of(wrapped: Any, crowd: Crowd, agent: int) -> Any:
     """A model of PEFT, in training mode, once it has taken the weights of an agent."""
-    weights = {in_twin(name): tensor for name, tensor in crowd.agents.agent_tensors(agent).items()}
+    weights = {in_twin(name): tensor for name, tensor in crowd.agents[agent].state_dict().items()}
     assert not wrapped.load_state_dict(weights, strict=False).unexpected_keys
     return wrapped.train()
 
@@ -41,7 +41,7 @@ def in_twin(name: str) -> str:
 def assert_weights_equal(found: dict[str, Tensor], twin: Any, crowd: Crowd, agent: int, atol: float) -> None:
     """All weights of an agent, among the tensors by name in `found`, are those of its twin."""
     wanted = dict(twin.named_parameters())
-    for name in crowd.agents.agent_tensors(agent):
+    for name in crowd.agents[agent].state_dict():
         torch.testing.assert_close(found[name], wanted[in_twin(name)].data, rtol=0, atol=atol)
 
 

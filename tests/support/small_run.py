@@ -13,5 +13,4 @@ WORDS = [
     "eval_steps=null",
     "num_workers=0",
     "report_to=none",
-    "write_report=false",
 ]

@@ -11,7 +11,7 @@ import pytest
 
 from ci_llm.interrupts import Interrupts
 from ci_llm.supervisor import loop
-from ci_llm.supervisor.attempt import AttemptResult
+from ci_llm.supervisor.child import AttemptResult
 from ci_llm.supervisor.loop import SupervisorLog
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.own_run import OwnRun

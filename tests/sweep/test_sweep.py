@@ -18,12 +18,13 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
-from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cli.main import main
 from ci_llm.config import parse_config
 from ci_llm.core.run_status import read_status
+from ci_llm.interrupts import Interrupts
 from ci_llm.run import loop
-from ci_llm.run.end import shutdown
+from ci_llm.run.end import attempt
 from ci_llm.sweep.runner import SweepRunner
 from ci_llm.sweep.sweep import Sweep
 from tests.sweep.trials import KEYS, LOADED, by_hand, called, facts, record, single, words
@@ -91,7 +92,7 @@ def test_the_job_of_a_sweep_is_put_back_when_its_own_status_is_written(
     real = loop.apply_gradients
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(shutdown, "requeue", requeue)
+    monkeypatch.setattr(attempt, "requeue", requeue)
     monkeypatch.setattr(loop, "apply_gradients", struck)
     assert main(["sweep", "--config", os.devnull, *words()]) == 75
     assert seen == ["interrupted"]
@@ -104,16 +105,21 @@ def test_a_job_is_put_back_although_its_folder_cannot_be_closed(
     def fail(*_: object) -> None:
         raise OSError("the disk is gone")
 
+    def interrupt(self: attempt.Attempt, *_: object) -> None:
+        self.last_act = lambda: "SLURM job 7 is put back into the queue"
+        raise KeyboardInterrupt
+
     said: list[str] = []
-    sweep, processes = SimpleNamespace(), SimpleNamespace(on_main=fail, require_same_folder=lambda _: None)
-    reading = SimpleNamespace(config=SimpleNamespace(run_folder=tmp_path))
-    sweeping = SweepRunner(reading, None, SimpleNamespace(is_main_process=True), said.append)  # type: ignore[arg-type]
-    sweeping._keep_last_act(lambda: "SLURM job 7 is put back into the queue")
+    sweep: Any = SimpleNamespace(standings=SimpleNamespace(plan=None, segments=[]))
+    processes: Any = SimpleNamespace(process_index=0, on_main=None)
+    reading: Any = SimpleNamespace(config=SimpleNamespace(run_folder=tmp_path))
+    sweeping = SweepRunner(reading, Interrupts(), SimpleNamespace(is_main_process=True), said.append)  # type: ignore[arg-type]
     monkeypatch.setattr(sweeping, "_load", lambda _: None)
     monkeypatch.setattr(Sweep, "of", lambda *_: sweep)
-    monkeypatch.setattr(CheckpointStore, "close", fail)
+    monkeypatch.setattr(attempt.Attempt, "begin", interrupt)
+    monkeypatch.setattr(CheckpointManager, "close", fail)
     with pytest.raises(OSError, match="the disk is gone"):
-        sweeping._lead(processes)  # type: ignore[arg-type]
+        sweeping._lead(processes)
     assert said == ["SLURM job 7 is put back into the queue"]
 
 
@@ -358,7 +364,6 @@ def test_a_sweep_in_which_every_trial_fails_has_failed(server: ForkServer, new_f
 def test_the_loop_in_python_comes_to_the_same(server: ForkServer, undisturbed: Path, new_folder: Folder) -> None:
     folder = new_folder()
     keys = {**KEYS, "learning_rate": [1e-3, 2e-3, 4e-3, 8e-3], "save_interval_seconds": None, "eval_steps": None}
-    keys |= {"async_save": False}
     assert server.run(by_hand, folder / "log", folder=str(folder), keys=keys) == [0], (folder / "log").read_text()
     ours, theirs = record(folder), record(undisturbed)
     for part in ("trials", "segments", "best", "plan", "spaces", "complete"):

@@ -7,14 +7,16 @@ import os
 import signal
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import ci_llm.sweep.runner  # noqa: F401  the fork server imports all the rooms through this file
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cli.main import main
-from ci_llm.run import setup
+from ci_llm.run import job, setup
 from ci_llm.run.step.nonfinite_policy import Bounds
 from examples import sweep_by_hand
 from tools.testbed.moments import interfere
@@ -35,10 +37,8 @@ KEYS = {
     "max_new_tokens_eval": 4,
     "save_steps": 1,
     "save_interval_seconds": "null",
-    "async_save": "false",
     "num_workers": 0,
     "report_to": "none",
-    "write_report": "false",
     "output_dir": "run",
     "interrupted_exit_code": 75,
 }
@@ -72,6 +72,7 @@ def called(
 
     With a smaller `max_in_a_row`, a short trial that stays nonfinite is dropped within its length.
     """
+    job.CheckpointManager = partial(CheckpointManager, async_save=False)  # type: ignore[assignment,misc]  # none is lost
     setup.Bounds = lambda: Bounds(max_in_a_row=max_in_a_row)  # type: ignore[assignment,misc]
     os.environ.update(environment or {})
     torch.set_num_threads(1)

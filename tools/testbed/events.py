@@ -25,7 +25,11 @@ def wait_until_committed(run: Path, step: int) -> None:
     wait_until(f"step {step} is committed", (run / f"checkpoint_step_{step}").is_dir)
 
 
-def reads_again(crowd: Any) -> bool:
-    """Whether the pass under way reads rows that the pass of another agent has read in the same micro-step."""
-    reading = crowd.agents.reading
-    return bool(reading.agent) and reading.shared is not None and reading.shared.same_rows
+_LAST: list[Any] = [None]  # the batch of the last pass
+
+
+def new_rows(micro_batch: Any) -> list[int]:
+    """The rows of a pass that the pass of no other agent has read in the same micro-step; none of a layer's digest."""
+    new = [own.batch for own in micro_batch if own.batch is not _LAST[0]]
+    _LAST[0] = micro_batch[-1].batch
+    return [row for batch in new for row in batch.sample_ids if row >= 0]

@@ -45,7 +45,6 @@ KEYS = {
     "save_total_limit": 2,
     "num_workers": 0,
     "report_to": "none",
-    "write_report": "false",
     "output_dir": "run",
 }
 
@@ -90,7 +89,7 @@ MOMENTS = {
     "an example is shown": Moment("ci_llm.crowd.scoring.generate_each", step=3),
     "generation": Moment("ci_llm.crowd.scoring.generate_each", 2, step=STEPS),
     "the final checkpoint is made": Moment("ci_llm.checkpoints.manager.CheckpointManager.finish", completed=True),
-    "results are written": Moment("ci_llm.run.job.write_json", completed=True),
+    "results are written": Moment("ci_llm.run.conclusion.write_json", completed=True),
     "the last word": Moment("ci_llm.core.run_status.RunStatus.finish", completed=True),
 }
 

@@ -30,7 +30,7 @@ from ci_llm.cli.main import main
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.mirror.head import Head
 from ci_llm.mirror.writer import MirrorWriter
-from tools.testbed.events import reads_again, wait_until
+from tools.testbed.events import new_rows, wait_until
 from tools.testbed.forkserver import ForkServer
 
 STEPS = 12
@@ -108,7 +108,6 @@ class Cell:
             "save_steps": "null",
             "save_interval_seconds": "null",
             "report_to": "none",
-            "write_report": "false",
             "output_dir": "run",
         }
         return [f"{key}={value}" for key, value in (own | keys).items()]
@@ -206,8 +205,8 @@ def train_watched(folder: str, arguments: list[str], fate: dict[str, Any] | None
 
     def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if isinstance(module, Crowd):
-            if min(inputs[0].sample_ids) >= 0 and not reads_again(module):  # below 0 it is no step: see one_layer.py
-                witness.sees(list(inputs[0].sample_ids))
+            if rows := new_rows(inputs[0]):
+                witness.sees(rows)
         elif isinstance(module, PreTrainedModel) and not torch.is_grad_enabled():
             witness.sees_evaluation()
 

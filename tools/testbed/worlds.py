@@ -58,7 +58,6 @@ def arguments(**keys: Any) -> list[str]:
         "save_steps": "null",
         "save_interval_seconds": "null",
         "report_to": "none",
-        "write_report": "false",
         "output_dir": "run",
     }
     return [f"{key}={value}" for key, value in (own | keys).items()]

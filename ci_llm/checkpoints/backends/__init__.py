@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ci_llm.checkpoints.async_saver import SaveTask
-from ci_llm.checkpoints.state_files import StateEntry
-from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.checkpoints.state_files import Snapshot, StateEntry
+from ci_llm.checkpoints.store import NO_OTHERS, CheckpointStore, OtherWriters, SaveResult
 from ci_llm.core.imports import load_plugin
 from ci_llm.distributed.side_channel import ProcessGroup
 
@@ -37,6 +37,11 @@ class SaveRequest:
     entries: Sequence[StateEntry]
     info: Mapping[str, object]
     keep: Collection[int]
+
+    def commit(self, written: Snapshot, others: OtherWriters = NO_OTHERS) -> SaveResult:
+        """Commit the files of this process, beside those of `others`, as the checkpoint of this step."""
+        forms = {entry.key: entry.form for entry in self.entries}
+        return self.store.save(self.step, written.files, forms=forms, info=self.info, keep=self.keep, others=others)
 
 
 class Backend(Protocol):

@@ -138,8 +138,8 @@ def contents(entries: Sequence[StateEntry]) -> dict[str, str]:
 
 
 def _digests(entry: StateEntry) -> list[str]:
-    images = entry.images(None).values() if entry.tensors else ()
-    return [image.record().digest for image in images if image.tensors]
+    images = entry.images(None) if entry.tensors else {}
+    return [image.record().digest for name, image in images.items() if name.endswith(".safetensors")]
 
 
 Message: TypeAlias = "dict[str, Any]"
@@ -323,14 +323,5 @@ class Backend:
     def prepare(self, request: SaveRequest) -> SaveTask:
         writer = self._writer
         assert writer is not None, "connect comes first"
-        own_entries = writer.share(request.entries)
-        forms = {entry.key: entry.form for entry in request.entries}
-
-        def commit(part: Snapshot, others: OtherWriters) -> SaveResult:
-            return request.store.save(
-                request.step, part.files, forms=forms, info=request.info, keep=request.keep, others=others
-            )
-
-        return SaveTask(
-            own_entries, lambda take: writer.save(request.store, request.step, take, commit), writer.give_up
-        )
+        entries, save = writer.share(request.entries), partial(writer.save, request.store, request.step)
+        return SaveTask(entries, lambda take: save(take, request.commit), writer.give_up)

@@ -33,10 +33,7 @@ class Backend:
     def _save(self, request: SaveRequest, take: Callable[[], Snapshot]) -> SaveResult:
         saved = False
         try:
-            copy = take()
-            result = request.store.save(
-                request.step, copy.files, forms=copy.forms, info=request.info, keep=request.keep
-            )
+            result = request.commit(take())
             saved = result.saved
             return result
         finally:

@@ -1,18 +1,18 @@
-"""The aggregators, one per module of this package: each combines the distributions or answers of K agents into one.
+"""The aggregators: each combines the distributions or the answers of K agents into one.
 
-To add one, add a file `aggregators/<name>.py`, and `aggregator: <name>` selects it, in a configuration and in
-`Crowd.generate`. It defines how the agents' distributions of the next token become one:
+One of your own is a file in this folder, `aggregators/<name>.py`, and `aggregator: <name>` selects it, in a
+configuration and in `Crowd.generate`. It defines how the agents' distributions of the next token become one:
 
     def aggregate(log_probs: Tensor) -> Tensor      [K, ..., V] of K agents -> [..., V] of the crowd
 
 Input and output are normalised log-probabilities; the function is pure and must not wait for the device. With a second
 parameter, `learned`, it also gets the learned numbers of a calibration, or None before there is one.
 
-A module may decide between whole answers instead. It then also defines
+A file may decide between whole answers instead. It then also defines
 
     def vote(answers: Sequence[str], log_probabilities: Sequence[float]) -> int    the number of the answer that wins
 
-Each agent gives the answer that it decodes greedily; or `SAMPLES` answers, drawn at `TEMPERATURE`, if the module has
+Each agent gives the answer that it decodes greedily; or `SAMPLES` answers, drawn at `TEMPERATURE`, if the file has
 these names. "" is not an answer. Log-probabilities are those of whole texts under `aggregate`, in nats, because the
 probability of a long text rounds to 0. A vote has no likelihood, so `aggregate` stands for the crowd in likelihoods.
 
@@ -22,15 +22,22 @@ Legend: K agents, V vocabulary; any shape in between.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from typing import Final
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from ci_llm.core.imports import load_plugin, plugin_names
 
-AGGREGATORS = plugin_names(__name__, first="probability")
+AGGREGATORS = plugin_names(__name__)
+#: How fast the weight of an agent falls with its entropy in `by_confidence`; 0 would be the plain mean.
+SHARPNESS: Final = 2.0
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Vote:
     """How an aggregator decides between whole answers.
 
     Attributes:
-        winner: the module's `vote`.
+        winner: the number of the answer that wins, from the answers and the log-probabilities of their texts.
         samples: how many answers each agent draws; None for the one that it decodes greedily.
         temperature: the temperature of the draws.
     """
@@ -71,37 +78,127 @@ def aggregate(log_probs: Tensor, aggregator: str, learned: Learned | None = None
     """The crowd's log-probabilities [..., V] from the agents' [K, ..., V].
 
     Raises:
-        BadInput: no module of this package has that name.
+        BadInput: there is no aggregator of that name.
     """
-    function: Callable[..., Tensor] = load_plugin(__name__, aggregator, "aggregate")
-    return function(log_probs, learned) if _learns(aggregator) else function(log_probs)
+    function, _ = _find(aggregator)
+    return function(log_probs, learned) if _learns(function) else function(log_probs)
 
 
-@cache
 def is_mean(aggregator: str) -> bool:
     """Whether the aggregator's distribution is the mean of the agents' probabilities.
 
     Raises:
-        BadInput: no module of this package has that name.
+        BadInput: there is no aggregator of that name.
     """
-    own, mean = (load_plugin(__name__, name, "aggregate") for name in (aggregator, "probability"))
-    return own is mean
+    return _find(aggregator)[0] is mean
 
 
-@cache
 def find_vote(aggregator: str) -> Vote | None:
     """The vote of this aggregator; None if it decides token by token.
 
     Raises:
-        BadInput: no module of this package has that name.
+        BadInput: there is no aggregator of that name.
     """
-    winner = load_plugin(__name__, aggregator, "vote", None)
-    if winner is None:
-        return None
-    samples, temperature = (load_plugin(__name__, aggregator, name, None) for name in ("SAMPLES", "TEMPERATURE"))
-    return Vote(winner, samples, temperature or 1.0)
+    return _find(aggregator)[1]
+
+
+def mean(log_probs: Tensor) -> Tensor:
+    """The log of the mean of the agents' probabilities (a mixture): [K, ...] -> [...].
+
+    It is the mean of a symmetric Dirichlet over mixture weights, whatever the concentration of the Dirichlet is.
+    """
+    return torch.logsumexp(log_probs, dim=0) - math.log(log_probs.shape[0])
+
+
+def mean_of_finite(log_probs: Tensor, finite: Tensor) -> Tensor:
+    """The log of the mean over the agents that `finite [K]` (bool) marks: [K, ...] -> [...].
+
+    The other agents are masked out before their numbers are used.
+    """
+    mask = ~finite.view(-1, *[1] * (log_probs.ndim - 1))
+    masked = log_probs.masked_fill(mask, float("-inf"))
+    return torch.logsumexp(masked, dim=0) - finite.sum().to(log_probs.dtype).log()
+
+
+def mean_of_logits(log_probs: Tensor) -> Tensor:
+    """The normalised mean of the agents' logits (a product of experts).
+
+    Logits and log-probabilities differ by a number per agent, which the normalisation removes.
+    """
+    return torch.log_softmax(log_probs.mean(0), dim=-1)
+
+
+def by_confidence(log_probs: Tensor) -> Tensor:
+    """A mixture in which an agent weighs more where its own distribution is sharper.
+
+    At every token the weight of an agent is the softmax over agents of minus `SHARPNESS` times its entropy, in nats.
+    """
+    terms: Tensor = torch.special.entr(log_probs.exp())  # 0 where a probability is 0
+    weights = torch.log_softmax(-SHARPNESS * terms.sum(-1, keepdim=True), dim=0)
+    return torch.logsumexp(log_probs + weights, dim=0)
+
+
+def mixture(log_probs: Tensor, learned: Learned | None) -> Tensor:
+    """A mixture with learned weights, at a learned temperature.
+
+    The weights are the mean of a Dirichlet: uniform before a calibration, and afterwards the posterior mean given the
+    validation rows (`ci_llm.crowd.answers.learn_weights`).
+    """
+    if learned is None:
+        return mean(log_probs)
+    weights = log_probs.new_tensor(learned.weights).log()
+    mixed = torch.logsumexp(log_probs + weights.view(-1, *[1] * (log_probs.ndim - 1)), dim=0)
+    return torch.log_softmax(mixed / learned.temperature, dim=-1)
+
+
+def most_probable(answers: Sequence[str], log_probabilities: Sequence[float]) -> int:
+    """The text that the crowd finds most probable; one without an answer only if none has one.
+
+    Decoding token by token takes the most probable next token and cannot go back. Here the crowd judges whole texts.
+    """
+    return max(range(len(answers)), key=lambda n: (answers[n] != "", log_probabilities[n]))
+
+
+def most_probability(answers: Sequence[str], log_probabilities: Sequence[float]) -> int:
+    """The most probable text with the answer that has most probability in sum."""
+    total = dict.fromkeys(answers, -math.inf)  # the logarithm of the sum: long texts have no probability as a float
+    for answer, nats in zip(answers, log_probabilities, strict=True):
+        total[answer] = float(np.logaddexp(total[answer], nats))
+    wins = max(total, key=lambda answer: (answer != "", total[answer]))
+    return max((n for n, answer in enumerate(answers) if answer == wins), key=lambda n: log_probabilities[n])
+
+
+def most_votes(answers: Sequence[str], log_probabilities: Sequence[float]) -> int:
+    """The most probable text with the answer of the majority; of tied answers the one with most probability in sum."""
+    votes = Counter(answers)
+    most = max((count for answer, count in votes.items() if answer), default=0)
+    among = [answer if answer and votes[answer] == most else "" for answer in answers]
+    return most_probability(among, log_probabilities)
+
+
+#: Each aggregator's distribution and vote.
+_OWN: Final[Mapping[str, tuple[Callable[..., Tensor], Vote | None]]] = {
+    "probability": (mean, None),
+    "confidence": (by_confidence, None),
+    "dirichlet": (mixture, None),
+    "logit": (mean_of_logits, None),
+    "majority": (mean, Vote(most_votes)),
+    "rerank": (mean, Vote(most_probable)),
+    # Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Language Models", 2023, for one model.
+    "self_consistency": (mean, Vote(most_votes, samples=4, temperature=0.7)),
+    "weighted_vote": (mean, Vote(most_probability)),
+}
+
+
+def _find(name: str) -> tuple[Callable[..., Tensor], Vote | None]:
+    if name in _OWN:
+        return _OWN[name]
+    of_file = partial(load_plugin, __name__, name)
+    winner = of_file("vote", None)
+    vote = None if winner is None else Vote(winner, of_file("SAMPLES", None), of_file("TEMPERATURE", 1.0))
+    return of_file("aggregate"), vote
 
 
 @cache
-def _learns(aggregator: str) -> bool:
-    return "learned" in inspect.signature(load_plugin(__name__, aggregator, "aggregate")).parameters
+def _learns(function: Callable[..., Tensor]) -> bool:
+    return "learned" in inspect.signature(function).parameters

@@ -26,7 +26,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from ci_llm.checkpoints.state_files import from_bytes, to_bytes
-from ci_llm.cluster.deadline import Pace, Walltime, upper_quantile
+from ci_llm.cluster.deadline import Pace, Walltime, expected_kill, upper_quantile
 from ci_llm.cluster.launch import exit_code_after_stop, has_rounds
 from ci_llm.cluster.starter import exit_code_told
 from ci_llm.core import determinism
@@ -34,7 +34,7 @@ from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_status import read_status
 from ci_llm.errors import BadInput, PeerLost, WriterBusy
 from ci_llm.interrupts import Interrupts
-from ci_llm.run.end.shutdown import Attempt, described, expected_kill, finish_save_in_flight
+from ci_llm.run.end.attempt import Attempt, described
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class EmergencySave:
         # Between two steps, and on the other processes, a peer may be silent.
         patience = self._processes.patience
         patience.until = lambda: self._killed_at - MARGIN_S
-        patience.record = lambda reason: self._attempt.interrupted(reason)()
+        patience.record = self._interrupted
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
@@ -140,6 +140,10 @@ class EmergencySave:
     def _killed_at(self) -> float:
         launch, deadline = self._processes.launch, self._walltime.deadline
         return expected_kill(self._interrupts, self._config.grace_s, launch, deadline)
+
+    def _interrupted(self, reason: str) -> None:
+        self._attempt.interrupted(reason)
+        self._attempt.last_act()
 
     # In the training thread
 
@@ -166,7 +170,7 @@ class EmergencySave:
         generators: list[dict[str, Any] | None] = [None] * self._processes.num_processes
         generators[self._processes.process_index] = own
         until = time.monotonic() + SURVIVORS_S
-        finish_save_in_flight(self._attempt.manager)
+        self._attempt.finish_save_in_flight()
         logger.info(f"a process of this run is gone: step {step} is saved without it")
         while step > max(self._attempt.manager.all_steps(), default=0):
             try:
@@ -217,12 +221,12 @@ class EmergencySave:
         try:
             self._save_boundary()
             reason = self._interrupts.stop_reason or ""
-            put_job_back = self._attempt.interrupted(reason)
+            self._attempt.interrupted(reason)
             exit_code = exit_code_after_stop(reason, self._config.interrupted_exit_code)
             try:
                 self._send()
             finally:
-                put_job_back()
+                self._attempt.last_act()
         except Exception as error:  # noqa: BLE001 - the process ends here: no caller could report it
             logger.error(f"the last boundary could not be saved: {described(error)}")
         finally:
@@ -231,7 +235,7 @@ class EmergencySave:
     def _save_boundary(self) -> None:
         step, _ = self._boundary
         logger.info(f"step {step + 1} would not end within the grace: it is given up, and the run ends at step {step}")
-        finish_save_in_flight(self._attempt.manager)
+        self._attempt.finish_save_in_flight()
         if step:
             with beside_the_step(self._processes.device, self._moved):
                 self._save(self._all_generators())

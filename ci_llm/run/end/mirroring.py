@@ -12,6 +12,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.cluster.deadline import expected_kill
 from ci_llm.cluster.launch import Launch
 from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
@@ -22,7 +23,6 @@ from ci_llm.mirror.filling import fill
 from ci_llm.mirror.head import Found
 from ci_llm.mirror.objects import open_objects
 from ci_llm.mirror.sender import Mirror, MirrorState
-from ci_llm.run.end.shutdown import expected_kill
 
 logger = logging.getLogger(__name__)
 

@@ -26,13 +26,12 @@ from ci_llm.objectives import head_size
 from ci_llm.report.facts import read_metrics
 from ci_llm.report.page import curves_command, write_report
 from ci_llm.report.scores import agents_of, scores, table
-from ci_llm.run.end.shutdown import command_line, described
+from ci_llm.run.end.attempt import command_line, described
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
 
     from ci_llm.checkpoints.manager import CheckpointManager
-    from ci_llm.checkpoints.store import CheckpointStore
     from ci_llm.crowd.crowd import Crowd
     from ci_llm.distributed.processes import Processes
     from ci_llm.interrupts import Interrupts
@@ -126,7 +125,7 @@ class Result:
         return curves.plot(xlabel="step", ylabel=" and ".join(units))
 
     def _repr_html_(self) -> str:
-        """The report of the run, for a notebook; its scores where `write_report` is off."""
+        """The report of the run, for a notebook; its scores where there is none."""
         page = self.folder / "report.html"
         if page.is_file():
             inner = escape(page.read_text(encoding="utf-8"))
@@ -254,9 +253,7 @@ def _with_own_data(config: Config) -> dict[str, str | None]:
     return {**changes, "dataset_name": "my.jsonl", "experiment_name": "mine"}
 
 
-def write_page(
-    config: Config, processes: Processes, interrupts: Interrupts, manager: CheckpointManager | CheckpointStore
-) -> None:
+def write_page(config: Config, processes: Processes, interrupts: Interrupts, manager: CheckpointManager) -> None:
     """Write report.html, as the last act of an attempt. It never fails the run.
 
     A run that was told to end writes no page once a third of its grace is over: to end in time is more important, and
@@ -267,7 +264,7 @@ def write_page(
     grace_s = min(config.grace_s, processes.launch.kill_delay_s)
     if told_at is not None and (has_rounds() or time.monotonic() - told_at > grace_s / 3):
         return
-    if not (config.write_report and processes.is_main_process and manager.holds_lease()):
+    if not (processes.is_main_process and manager.holds_lease()):
         return
     try:
         page = write_report(config.run_folder)

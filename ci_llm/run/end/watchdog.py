@@ -24,11 +24,10 @@ import psutil
 
 from ci_llm.cluster.deadline import Pace
 from ci_llm.core.durable import make_folders, write_bytes
-from ci_llm.core.run_folder import Failure, write_failure
 from ci_llm.errors import Hang
 from ci_llm.interrupts import STACKS_SIGNAL
 from ci_llm.logs.run_log import LOG_NAME
-from ci_llm.run.end.shutdown import Attempt, command_line
+from ci_llm.run.end.attempt import Attempt
 
 #: The limit until a step was measured: as long as a collective waits for a machine that went silent.
 FIRST_S: Final = 1800.0
@@ -64,15 +63,10 @@ class Heartbeat:
 
 
 class SilenceTimer:
-    """Measures the silence of a heartbeat by adding up looks, so that time in a stopped process does not count.
+    """Measures the silence of a heartbeat by adding up looks, so that time in a stopped process does not count."""
 
-    Args:
-        timeout_s: the limit on silence; None: learned.
-    """
-
-    def __init__(self, heartbeat: Heartbeat, timeout_s: float | None = None) -> None:
-        self._heartbeat, self._timeout_s = heartbeat, timeout_s
-        self._ticks = heartbeat.ticks
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._heartbeat, self._ticks = heartbeat, heartbeat.ticks
         self._longest_s = 0.0
         self.seconds = 0.0
 
@@ -86,8 +80,6 @@ class SilenceTimer:
 
     def limit_s(self, *, step_measured: bool) -> float:
         """Seconds of silence that are a hang."""
-        if self._timeout_s is not None:
-            return self._timeout_s
         return max(LEAST_S, TIMES * self._longest_s) if step_measured else FIRST_S
 
 
@@ -111,7 +103,7 @@ class Watchdog:
     ) -> None:
         self._attempt, self._pace, self._step, self._stacks = attempt, pace, step, stacks
         self._run_folder, self._processes = attempt.config.run_folder, attempt.processes
-        self._silence = SilenceTimer(heartbeat, attempt.config.hang_timeout)
+        self._silence = SilenceTimer(heartbeat)
         self._meeting = attempt.folder / "hang"
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ci_llm watchdog", daemon=True)
@@ -155,17 +147,16 @@ class Watchdog:
         error = Hang(
             what,
             where=f"process {index}, step {step + 1}; the stacks of all processes are in {LOG_NAME}",
-            hint="see where the main thread stands; a hang_timeout that is longer if it was only slow",
+            hint="see where the main thread stands",
         )
         yield partial(os.write, 2, f"error: {error}\n".encode())
         yield partial(make_folders, self._meeting)  # from now on the other processes see that this one hangs
-        failure = Failure.of(error, error.reason, index, step)
-        yield partial(write_failure, self._run_folder, self._attempt.number, index, failure)
+        of_process, of_attempt = self._attempt.records_of_failure(step, error)
+        yield of_process
         stacks = f"hang: {what}; stacks of process {index}\n{self._stacks.take()}\n"
         yield partial(self._append_to_log, stacks)
         yield partial(write_bytes, self._meeting / f"process_{index}.txt", stacks.encode())
-        command = command_line(self._processes.launch)
-        yield partial(self._attempt.status.finish, "failed", error.reason, command)
+        yield of_attempt
 
     def _append_to_log(self, text: str) -> None:
         """Append without `RunLog`, which writes on the main process only, and whose lock the main thread may hold."""

@@ -5,20 +5,24 @@ A run needs them at its start, and again whenever its crowd changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ci_llm import objectives
+from ci_llm.agents.agent import Agent, Training
 from ci_llm.config import Config
 from ci_llm.config.own_keys import OWN_KEYS
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.preferences import Preferences, TrainedObjective
-from ci_llm.lora.layer import FIELD_OF_KEY, AgentLora, LoraSettings
+from ci_llm.data.courses import Course
+from ci_llm.data.order import Plan
+from ci_llm.data.tokens import TokenizedRows
 from ci_llm.lora.schedules import factor
+from ci_llm.lora.settings import FIELD_OF_KEY, AgentLora, LoraSettings
 from ci_llm.run.step.members import Members, config_of
 
 
@@ -51,7 +55,10 @@ def crowd_settings(config: Config, members: Members) -> LoraSettings:
 def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:
     """The objective of the agents of `config`."""
     drawn = [own.row_weights == "bootstrap" for own in config.each_agent]
-    keys = [(agent.seed, agent.index) if draws else None for draws, agent in zip(drawn, crowd.agents.each, strict=True)]
+    keys = [
+        (agent.seed, agent.index) if draws else None
+        for draws, agent in zip(drawn, (agent.settings for agent in crowd.agents), strict=True)
+    ]
     bootstrap = tuple(keys) if any(drawn) else ()
     if config.objective != objectives.SFT:
         found = objectives.objective_of(config.objective, config.each_agent, crowd.device)
@@ -64,22 +71,31 @@ def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:
 def optimizer_of(config: Config, crowd: Crowd) -> torch.optim.Optimizer:
     """The optimizer of the agents of `config`."""
     betas = config.adam_beta1, config.adam_beta2
-    return torch.optim.AdamW(optimizer_groups(config, crowd), betas=betas, eps=config.adam_epsilon, fused=True)
+    return torch.optim.AdamW(optimizer_groups(crowd), betas=betas, eps=config.adam_epsilon, fused=True)
 
 
-def optimizer_groups(config: Config, crowd: Crowd) -> list[dict[str, Any]]:
+def optimizer_groups(crowd: Crowd) -> list[dict[str, Any]]:
     """The optimizer's parameter groups, one per agent."""
     return [
-        {"params": [row], "lr": own.learning_rate, "weight_decay": own.weight_decay}
-        for row, own in zip(crowd.agents.rows, config.each_agent, strict=True)
+        {"params": [agent.weights], "lr": agent.trained.learning_rate(0), "weight_decay": agent.trained.weight_decay}
+        for agent in crowd.agents
     ]
 
 
-def schedules(config: Config, total_steps: int) -> list[Callable[[int], float]]:
-    """The schedule of every agent of `config`."""
-    if not config.agents:
-        return [schedule(config, total_steps)] * config.num_agents
-    return [schedule(own, total_steps) for own in config.each_agent]
+def prepare_agents(
+    agents: Sequence[Agent], config: Config, rows: Sequence[TokenizedRows], rows_per_step: int, total_steps: int
+) -> None:
+    """Tell every agent how and on what it trains.
+
+    Args:
+        config: the configuration whose agents these are.
+        rows: the rows of each; those of agents that share a data set are one object.
+        rows_per_step: the rows per step of each course.
+    """
+    courses: dict[int, Course] = {}
+    for agent, own, mine in zip(agents, config.each_agent, rows, strict=True):
+        course = courses.setdefault(id(mine), Course(mine, Plan(len(mine), rows_per_step, config.seed)))
+        agent.training = Training(schedule(own, total_steps), own.weight_decay, own.max_grad_norm, course)
 
 
 def schedule(config: Config, total_steps: int) -> Callable[[int], float]:

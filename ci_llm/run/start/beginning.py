@@ -19,8 +19,6 @@ from typing import Any, Final
 
 from ci_llm.checkpoints.layout import QUARANTINE, folders_of, is_named_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.cluster.launch import SUPERVISED
-from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
 from ci_llm.core.durable import read_fields, write_json
 from ci_llm.core.remote import is_url
@@ -128,43 +126,23 @@ def known_beginning(manager: CheckpointManager, config: Config) -> Beginning | N
         return None
 
 
-def _is_recorded(run_folder: Path, beginning: Beginning) -> bool:
-    try:
-        return read_beginning(run_folder) == beginning
-    except CheckpointError:  # `known_beginning` has decided that the run resumes
-        return False
-
-
 def prepare(manager: CheckpointManager, start: Start) -> list[str]:
     """Move aside what `start` supersedes, in a leased folder, and write the record; returns lines for people.
 
     Raises:
-        CheckpointError: the disk refuses a change.
+        OSError: the disk refuses a change.
     """
     folder = manager.directory
     lines = []
-    try:
-        if start.sets_aside and (entries := _entries(folder)):
-            lines.append(f"what was here moved to {manager.set_aside(entries)}")
-        if start.goes_back:
-            forget_after(folder, start.keeps)
-            if not start.is_own and (damaged := folder / QUARANTINE).exists():
-                lines.append(f"damaged checkpoints moved to {manager.set_aside([damaged])}")
-        lines += [f"newer than the resumed step, moved to {path}" for path in manager.supersede(start.keeps)]
-        if not _is_recorded(folder, start.beginning):
-            write_json(folder / BEGINNING, asdict(start.beginning), staging=manager.staging)
-    except OSError as error:
-        raise cannot_begin(folder, error) from error
+    if start.sets_aside and (entries := _entries(folder)):
+        lines.append(f"what was here moved to {manager.set_aside(entries)}")
+    if start.goes_back:
+        forget_after(folder, start.keeps)
+        if not start.is_own and (damaged := folder / QUARANTINE).exists():
+            lines.append(f"damaged checkpoints moved to {manager.set_aside([damaged])}")
+    lines += [f"newer than the resumed step, moved to {path}" for path in manager.supersede(start.keeps)]
+    write_json(folder / BEGINNING, asdict(start.beginning), staging=manager.staging)
     return lines
-
-
-def cannot_begin(folder: Path, error: OSError) -> CheckpointError:
-    """The error of an attempt whose first files the disk refuses."""
-    return CheckpointError(
-        f"the run cannot begin here: {error.strerror}",
-        where=str(folder),
-        hint="make space there, and call it again",
-    )
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -360,13 +338,6 @@ def nothing_to_train(step: int, total_steps: int, folder: Path) -> ConfigError:
         if out_of_patience
         else f"max_train_steps={2 * step} trains on from there; without training it is ready for use as it is",
     )
-
-
-def place_of_attempt() -> dict[str, object]:
-    """Where an attempt runs, for its record: in which SLURM job, and whether under a supervisor."""
-    job = read_job()
-    place: dict[str, object] = dict(job.record()) if job else {}
-    return place | {"supervised": True} if SUPERVISED in os.environ else place
 
 
 @dataclass(frozen=True)

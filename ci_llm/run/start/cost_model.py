@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 import torch
@@ -36,12 +37,11 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.diversity import find_form
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.agent_rows import Lengths, sampled
-from ci_llm.data.batches import Batch
+from ci_llm.data.batches import Batch, MicroBatch
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.precision import DTYPES, autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import first_line
-from ci_llm.lora.passes import Part
 from ci_llm.run.start.agent_settings import lora_settings
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def trace(
         if rows > few:
             smaller, _ = _micro_step(config, crowd, _batch(few // 2, tokens, targets, device))
             peak += (peak - smaller) * (rows - few) // (few - few // 2)
-        trained = crowd.agents.weights
+        trained = crowd.storage.weights
         saved, made_dense = _quantized(config, crowd)
         elsewhere, gathered = _sharded(config, crowd, processes)
         own = {p for name, p in crowd.model.named_parameters() if not p.requires_grad}
@@ -189,7 +189,7 @@ def _crowd(config: Config, shape: PreTrainedConfig, device: torch.device) -> Cro
         raise load_error(config.model_name, error) from error
     model.config.use_cache = False
     crowd = Crowd(model, lora_settings(config), "traced")
-    crowd.agents.pass_per_agent = passes_without_estimate(config, device)[0] is not False
+    crowd.storage.pass_per_agent = passes_without_estimate(config, device)[0] is not False
     if config.use_gradient_checkpointing is True:
         crowd.gradient_checkpointing_enable()
     return crowd.train()
@@ -197,9 +197,11 @@ def _crowd(config: Config, shape: PreTrainedConfig, device: torch.device) -> Cro
 
 def _micro_step(config: Config, crowd: Crowd, batch: Batch) -> tuple[int, float]:
     """(bytes at the worst moment, beside base and agents; operations) of forward and backward."""
-    crowd.agents.begin_step(0)
-    owned = [*crowd.parameters(), *crowd.buffers(), crowd.agents.weights, crowd.agents.gradients]
-    first, *others = crowd.parts(batch)
+    crowd.storage.begin_step(0)
+    owned = [*crowd.parameters(), *crowd.buffers(), crowd.storage.weights, crowd.storage.gradients]
+    passes = crowd.parts(crowd.for_all(batch))
+    first = next(passes)
+    count = crowd.num_agents if crowd.storage.pass_per_agent else 1
     with _Ledger(owned) as ledger:
         try:
             _forward_backward(config, crowd, first)
@@ -207,17 +209,16 @@ def _micro_step(config: Config, crowd: Crowd, batch: Batch) -> tuple[int, float]
             crowd.route = "padded"
             _forward_backward(config, crowd, first)
         flops = ledger.flops
-        for part in others[:1]:  # all others cost what the second pass costs
-            _forward_backward(config, crowd, part)
-    return ledger.peak, flops + (ledger.flops - flops) * len(others)
+        for rows in islice(passes, 1):  # all others cost what the second pass costs
+            _forward_backward(config, crowd, rows)
+    return ledger.peak, flops + (ledger.flops - flops) * (count - 1)
 
 
-def _forward_backward(config: Config, crowd: Crowd, part: Part) -> None:
+def _forward_backward(config: Config, crowd: Crowd, rows: MicroBatch) -> None:
     mixed = autocast_dtype(config.mixed_precision)
-    with part.reading():
-        with torch.autocast(crowd.device.type, dtype=mixed, enabled=mixed is not None):
-            loss = Objective(config.diversity, config.lambda_sw)(crowd(part.rows), part.rows, 0, part.agent)
-        loss.total.backward()
+    with torch.autocast(crowd.device.type, dtype=mixed, enabled=mixed is not None):
+        loss = Objective(config.diversity, config.lambda_sw)(crowd(rows)[0], 0)
+    loss.total.backward()
 
 
 def _batch(rows: int, tokens: int, targets: int, device: torch.device) -> Batch:

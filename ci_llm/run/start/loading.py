@@ -19,9 +19,8 @@ from ci_llm.base.sharded import ShardedLayers, describe_shards
 from ci_llm.config import Config
 from ci_llm.config.validation import objective_clashes
 from ci_llm.core.quantities import count
-from ci_llm.data.agent_rows import AgentRows, EvaluationRows, TrainingRows, once_each
+from ci_llm.data.agent_rows import EvaluationRows, once_each
 from ci_llm.data.encoder import Encoder, naming_template, use_chat_template
-from ci_llm.data.order import AgentPlans, Plan
 from ci_llm.data.prompts import form_of
 from ci_llm.data.rows import PromptForm, Rows
 from ci_llm.data.sources import load_rows_of_each
@@ -32,14 +31,13 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError, DataError
 from ci_llm.lora.heads import how_tokenized, require_class
 from ci_llm.objectives import BY_ROWS, SFT, RowKind, head_size, objective_of
-from ci_llm.run.step.members import Members, config_of
 
 logger = logging.getLogger(__name__)
 
 #: Keys that some objectives read, and others do not.
 _OF_OBJECTIVES: Final = (
     *("beta", "loss_type", "loss_weights", "label_smoothing", "desirable_weight", "undesirable_weight", "simpo_gamma"),
-    *("cpo_alpha", "center_rewards_coefficient", "num_labels", "label_names", "label_column", "reference"),
+    *("cpo_alpha", "center_rewards_coefficient", "num_labels", "reference"),
 )
 
 
@@ -164,8 +162,7 @@ def _unread(config: Config) -> list[str]:
         objective = objective_of(config.objective, config.each_agent)
         needs = objective.needs
         read = {field.name for field in fields(objective)}  # type: ignore[arg-type]
-        read |= {"label_column"} if needs.rows in ("rated", "labelled") else set()
-        read |= {"num_labels", "label_names"} if needs.rows == "labelled" else set()
+        read |= {"num_labels"} if needs.rows == "labelled" else set()
         read |= {"reference"} if needs.reference else set()
     unread, known = [key for key in _OF_OBJECTIVES if key not in read], Config.model_fields
     return [key for key in unread if any(getattr(own, key) != known[key].default for own in config.each_agent)]
@@ -218,27 +215,9 @@ def _with_copies_counted(evaluated: Sequence[TokenizedRows], trained: Sequence[T
     return once_each(evaluated, counted)
 
 
-def training_rows(config: Config, each: Sequence[TokenizedRows]) -> TrainingRows:
-    """The rows with which a run begins: those of every agent, or of all if they take the same in the same order."""
-    return AgentRows(tuple(each)) if config.has_own_rows else each[0]
-
-
-def rows_and_plan(
-    config: Config, rows: TrainingRows, members: Members | None, rows_per_step: int
-) -> tuple[TrainingRows, Plan | AgentPlans]:
-    """The rows that the members train on, and their order.
-
-    Args:
-        rows: the rows with which the run begins; those of every agent, if agents of the configuration have their own.
-        rows_per_step: the rows per step of all agents, or of each that has its own.
-    """
-    now = config_of(config, members)
-    if not isinstance(rows, AgentRows):
-        return rows, Plan(len(rows), rows_per_step, now.data_seeds[0])
-    numbers = [each.number for each in members.agents] if members else [*range(len(rows.each))]
-    each = tuple(rows.each[number] for number in numbers)
-    plans = zip(each, now.data_seeds, strict=True)
-    return AgentRows(each), AgentPlans(tuple(Plan(len(own), rows_per_step, seed) for own, seed in plans))
+def training_rows(config: Config, each: Sequence[TokenizedRows]) -> list[TokenizedRows]:
+    """The rows with which every agent begins; one object where all take the same."""
+    return [*each] if config.has_own_rows else [each[0]] * len(each)
 
 
 def common_form(config: Config, each: Sequence[TokenizedRows]) -> PromptForm:
@@ -318,7 +297,6 @@ def _tokenized(
             rows,
             base.tokenizer,
             max_seq_length=config.max_seq_length,
-            long_rows=config.long_rows,
             train_on_prompt=config.train_on_prompt and not evaluated,
             learn_preferred=learns_preferred(config, rows),
             **how_tokenized(config, base.model.config, base.tokenizer),

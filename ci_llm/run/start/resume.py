@@ -9,7 +9,6 @@ are others.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,13 +35,14 @@ from ci_llm.core.remote import is_url
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import require_checkpoint, require_run
 from ci_llm.crowd.importing import fingerprint_of_start
-from ci_llm.data.agent_rows import TrainingRows
+from ci_llm.data.courses import fingerprint_of
+from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.precision import slow_bf16
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
-from ci_llm.lora.layer import SHAPE, LoraSettings
+from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
+from ci_llm.lora.settings import SHAPE, LoraSettings
 from ci_llm.mirror.filling import local_copy
-from ci_llm.run.end.shutdown import command_line
+from ci_llm.run.end.attempt import command_line
 from ci_llm.run.step.members import config_of
 from ci_llm.run.step.state import LastGood, TrainState, placed
 
@@ -76,25 +76,12 @@ def other_ways(changes: Iterable[Change], config: Config, launch: Launch) -> str
 
 
 def _new_name(changes: Iterable[Change], config: Config) -> str:
-    """A name for the new run that no folder has: `num_agents8-learning_rate0.001`."""
+    """A name for the new run, such as `num_agents8-learning_rate0.001`; NAME where a run has that name already."""
     named = [each for each in changes if each.kind == "sample-exact" or each.key in NAMED_AS_WELL]
     named = [each for each in named if each.key in config.model_fields_set] or named  # auto follows what was typed
-    parts = [config.experiment_name or "", *(f"{each.key}{_short(as_typed(each.new))}" for each in named)]
-    parts = [re.sub(r"[^\w.-]+", "_", part) for part in filter(None, parts)]
-    while len(parts) > 1 and len("-".join(parts)) > LONGEST_NAME:  # no half of a word
-        parts.pop()
-    name = "-".join(parts)[:LONGEST_NAME].strip("-._") or "run"
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(each for each in names if _is_free(config, each))
-
-
-def _short(value: str) -> str:
-    """A value for a name; a path gives its last part."""
-    return Path(value).name if Path(value).is_absolute() else value
-
-
-def _is_free(config: Config, name: str) -> bool:
-    return name != config.experiment_name and not Path(config.output_dir, name).exists()
+    parts = [config.experiment_name or "", *(f"{each.key}{Path(as_typed(each.new)).name}" for each in named)]
+    name = re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))[:LONGEST_NAME].strip("-._")
+    return "NAME" if name in ("", config.experiment_name) or Path(config.output_dir, name).exists() else name
 
 
 STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
@@ -114,14 +101,22 @@ _OTHER_INPUTS: Final = {
 
 @dataclass(frozen=True)
 class Source:
-    """The verified checkpoint from which a run resumes, and its folder."""
+    """The verified checkpoint from which a run resumes."""
 
     checkpoint: Checkpoint
-    folder: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.checkpoint.folder
 
     @property
     def step(self) -> int:
         return self.checkpoint.manifest.step
+
+    @property
+    def fingerprints(self) -> Any:
+        """Those of `RunCheckpoint.fingerprints` when it was made."""
+        return self.checkpoint.manifest.info["fingerprints"]
 
     @cached_property
     def config(self) -> Config:
@@ -146,10 +141,7 @@ def newest_source(manager: CheckpointManager, at_most: int | None = None) -> Sou
         at_most: the newest step that is trusted; None: any.
     """
     step = manager.latest_step(at_most=at_most)
-    if step is None:
-        return None
-    checkpoint = manager.read(step)
-    return Source(checkpoint, checkpoint.folder)
+    return None if step is None else Source(manager.read(step))
 
 
 def open_source(given: str, where: str) -> Source:
@@ -165,7 +157,7 @@ def open_source(given: str, where: str) -> Source:
     folder = local_copy(given, where) if is_url(given) else require_checkpoint(Path(given), where)
     try:
         require_run(read_manifest(folder), folder, where)
-        return Source(load_checkpoint(folder), folder)
+        return Source(load_checkpoint(folder))
     except DamagedCheckpoint as damage:
         damage.hint = f"ci-llm checkpoints list {folder.parent} says which others are whole: give one of them"
         raise
@@ -211,7 +203,7 @@ class RunCheckpoint:
     base: Base
     crowd: Crowd
     optimizer: torch.optim.Optimizer
-    rows: TrainingRows
+    rows: Sequence[TokenizedRows]
     tokenizer_files: Mapping[str, bytes]
     last_good: LastGood
     processes: Processes
@@ -263,7 +255,7 @@ class RunCheckpoint:
         return {f"{agent}/{name}": data for agent in self.crowd.names for name, data in files}
 
     def _named_rows(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return zip(self.crowd.names, self.crowd.agents.rows, strict=True)
+        return zip(self.crowd.names, self.crowd.storage.rows, strict=True)
 
     def info(self, state: TrainState, epoch: float) -> dict[str, Any]:
         """The information for the manifest: the position, and what a resume compares."""
@@ -279,19 +271,19 @@ class RunCheckpoint:
         return {
             "base": self.base.fingerprint,
             "base_rounded": self.base.rounded_fingerprint,
-            "data": self.rows.fingerprint,
+            "data": fingerprint_of(self.rows),
             **fingerprint_of_start(self.crowd),
         }
 
     def environment(self, state: TrainState) -> dict[str, Any]:
         """The surroundings that must be the same for a run to have the same bits."""
         on_cpu = self.crowd.device.type == "cpu"
-        parts = len(self.crowd.agents.gradients_to_add) if self.processes.num_processes > 2 else 1
+        parts = len(self.crowd.storage.gradients_to_add) if self.processes.num_processes > 2 else 1
         return {
             "processes": self.processes.num_processes,
             "micro_batch": state.recovery.limit(self.config.batch_size),
             "threads": torch.get_num_threads(),
-            "pass_per_agent": self.crowd.agents.pass_per_agent,
+            "pass_per_agent": self.crowd.storage.pass_per_agent,
             "shared_prompts": self.crowd.shares_prompts,
             "all_reduce": "one for each agent" if parts > 1 else "one",  # on two processes the bits are the same
             # Kernels with a deterministic form take it only where anything else is an error: attention does not after
@@ -319,7 +311,7 @@ class RunCheckpoint:
         state = TrainState.from_dict(saved["train_state"])
         self.stopped.update({key: value for key, value in saved.items() if key.startswith(STOPPED)})
         for k, (name, row) in enumerate(self._named_rows()):
-            self.crowd.agents.load_agent(k, saved[f"{name}/adapter_model"], where)
+            self.crowd.agents[k].load_state_dict(saved[f"{name}/adapter_model"], where)
             self.optimizer.state[row] = placed(saved["optimizer"].get(name, {}), row, self.optimizer)
         self.last_good.load(_in_episode(state), saved["guard"])
         return Restored(state, dict(saved["trackers"]), _shown(changes, self.config))
@@ -345,7 +337,7 @@ class RunCheckpoint:
         odd += [f"{change.key} {change.old} -> {change.new}" for change in changes if change.kind == "free"]
         odd += _other_bits(before, now, odd)
         others = [change.key for change in changes if change.kind != "free"]
-        if not self._has_same_rows(source):
+        if source.fingerprints["data"] != fingerprint_of(self.rows):
             others.append("training rows")
         grade = "bitwise"
         if odd or not now["deterministic"]:
@@ -390,10 +382,8 @@ class RunCheckpoint:
             }
         odd = [f"{name} was {before!r}, is {now!r}" for name, (before, now) in pairs.items() if before != now]
         if odd:
-            raise ForeignCheckpoint(
-                f"the run in this folder has another crowd: {'; '.join(odd)}",
-                where=str(source.folder),
-                hint=other_ways(changes, self.config, self.processes.launch),
+            raise self._refusal(
+                ForeignCheckpoint, source, f"the run in this folder has another crowd: {'; '.join(odd)}", changes
             )
 
     def require_same_settings(self, source: Source) -> None:
@@ -406,12 +396,20 @@ class RunCheckpoint:
         breaking = [c for c in changes if c.kind == "sample-exact"]
         if breaking and not self.config.allow_inexact_resume:
             listed = "; ".join(f"{c.key} was {c.old}, is {c.new}" for c in breaking)
-            ways = other_ways(changes, self.config, self.processes.launch)
-            raise BadInput(
-                f"the run in this folder has other settings: {listed}",
-                where=str(source.folder),
-                hint=f"{ways}; allow_inexact_resume=true continues with the new settings from this step",
-            )
+            what = f"the run in this folder has other settings: {listed}"
+            raise self._refusal(BadInput, source, what, changes, but="the new settings")
+
+    def _refusal(
+        self, kind: type[CiLlmError], source: Source, what: str, changes: Sequence[Change], but: str = ""
+    ) -> CiLlmError:
+        """The error of a run that is not that of the checkpoint.
+
+        Args:
+            but: what `allow_inexact_resume` continues with.
+        """
+        ways = other_ways(changes, self.config, self.processes.launch)
+        ways += f"; allow_inexact_resume=true continues with {but} from this step" if but else ""
+        return kind(what, where=str(source.folder), hint=ways)
 
     def _changes(self, source: Source) -> list[Change]:
         """What differs from the settings of the checkpoint; `model_dtype` by what it means on this device."""
@@ -423,33 +421,21 @@ class RunCheckpoint:
 
         If another device loads them in another precision (`model_dtype: null`), they are compared rounded to bf16.
         """
-        prints: Any = source.checkpoint.manifest.info["fingerprints"]
         before, now = self._precisions(source)
-        if before == now:
-            return bool(prints["base"] == self.base.fingerprint)
-        return bool(prints["base_rounded"] == self.base.rounded_fingerprint)
+        key, own = ("base", self.base.fingerprint) if before == now else ("base_rounded", self.base.rounded_fingerprint)
+        return bool(source.fingerprints[key] == own)
 
     def _precisions(self, source: Source) -> tuple[str, str]:
         """The precision of the base, in the checkpoint and here."""
         meta: Any = source.checkpoint.state["ci_llm_meta_config"]
         return meta["base_dtype"], self.crowd.meta(self.base.fingerprint)["base_dtype"]
 
-    def _has_same_rows(self, source: Source) -> bool:
-        prints: Any = source.checkpoint.manifest.info["fingerprints"]
-        return bool(prints["data"] == self.rows.fingerprint)
-
     def _require_same_rows(self, source: Source, changes: Sequence[Change]) -> None:
         """Refuse other training rows, and other adapters at the start."""
-        prints: Any = source.checkpoint.manifest.info["fingerprints"]
-        now = self.fingerprints()
+        before, now = source.fingerprints, self.fingerprints()
         for key, what in _OTHER_INPUTS.items():
-            if prints.get(key) != now.get(key) and not self.config.allow_inexact_resume:
-                raise ForeignCheckpoint(
-                    what,
-                    where=str(source.folder),
-                    hint=f"{other_ways(changes, self.config, self.processes.launch)};"
-                    " allow_inexact_resume=true continues with the new ones from this step",
-                )
+            if before.get(key) != now.get(key) and not self.config.allow_inexact_resume:
+                raise self._refusal(ForeignCheckpoint, source, what, changes, but="the new ones")
 
 
 def _settings_of_agents(config: Config) -> list[dict[str, Any]]:

@@ -171,14 +171,14 @@ def result_of(config: Config, state: TrainState, manager: CheckpointManager, pro
 @contextmanager
 def weights_of(checkpoint: Checkpoint, crowd: Crowd) -> Iterator[None]:
     """Give the agents the weights of a checkpoint within the block; afterwards they have their own again."""
-    agents = crowd.agents
-    own = agents.weights.clone()
+    weights = crowd.storage.weights
+    own = weights.clone()
     try:
-        for k, name in enumerate(crowd.names):
-            agents.load_agent(k, checkpoint.state[f"{name}/adapter_model"], str(checkpoint.folder))
+        for agent in crowd.agents:
+            agent.load_state_dict(checkpoint.state[f"{agent.name}/adapter_model"], str(checkpoint.folder))
         yield
     finally:
-        agents.weights.copy_(own)
+        weights.copy_(own)
 
 
 S = TypeVar("S")

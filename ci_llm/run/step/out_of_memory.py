@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -23,32 +22,25 @@ from ci_llm.config import Config
 from ci_llm.core.memory import free_memory
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.diversity import find_form
-from ci_llm.data.agent_rows import AgentRows, TrainingRows
-from ci_llm.data.batches import AgentBatches, Batch, MicroBatch, pack
-from ci_llm.data.tokens import TokenizedRows
+from ci_llm.data.batches import MicroBatch, Owned, num_units, pack
+from ci_llm.data.courses import Courses
 from ci_llm.errors import OutOfMemory
 from ci_llm.run.step.state import TrainState
 
 logger = logging.getLogger(__name__)
 
 
-def in_parts(rows: TrainingRows, micro_batches: list[MicroBatch], size: int) -> list[MicroBatch]:
-    """The micro-batches divided into ones of at most `size` rows (of each agent that has its own), in order."""
-    if all(batch.num_units <= size for batch in micro_batches):
+def in_parts(courses: Courses, micro_batches: list[MicroBatch], size: int) -> list[MicroBatch]:
+    """The micro-batches divided into ones of at most `size` rows of each course, in order."""
+    if all(num_units(batch) <= size for batch in micro_batches):
         return micro_batches
-    if isinstance(rows, AgentRows):
-        each = [
-            _packed_in_parts(own, [batch.each[k] for batch in micro_batches if isinstance(batch, AgentBatches)], size)
-            for k, own in enumerate(rows.each)
-        ]
-        return [AgentBatches(together) for together in zip_longest(*each)]
-    return [*_packed_in_parts(rows, [batch for batch in micro_batches if isinstance(batch, Batch)], size)]
-
-
-def _packed_in_parts(rows: TokenizedRows, micro_batches: Sequence[Batch | None], size: int) -> list[Batch]:
-    numbers = [number for batch in micro_batches if batch is not None for number in batch.sample_ids]
-    parts = [numbers[at : at + size] for at in range(0, len(numbers), size)]
-    return [pack([rows[number] for number in part], part) for part in parts]
+    each = []
+    for agents, course in courses.different:
+        owned = (own.batch for batch in micro_batches for own in batch if own.agents == agents)
+        numbers = [number for batch in owned for number in batch.sample_ids]
+        parts = [numbers[at : at + size] for at in range(0, len(numbers), size)]
+        each.append([Owned(agents, pack([course.rows[number] for number in part], part)) for part in parts])
+    return [[own for own in together if own is not None] for together in zip_longest(*each)]
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ class MemoryRelief:
         recovery, rows = state.recovery, self._rows_at_once(state)
         if self._may_take_passes_of_one():
             recovery = replace(recovery, pass_per_agent=True)
-            self.crowd.agents.pass_per_agent = True
+            self.crowd.storage.pass_per_agent = True
             done = "every agent takes a pass of its own from now on; the steps are sample-exact"
         elif rows > 1:
             recovery = replace(recovery, micro_batch_size=rows // 2)
@@ -107,8 +99,11 @@ class MemoryRelief:
             torch.cuda.empty_cache()
 
     def _may_take_passes_of_one(self) -> bool:
-        agents = self.crowd.agents
-        return not agents.pass_per_agent and self.crowd.num_agents > 1 and not find_form(self.config.diversity).rewarded
+        return (
+            not self.crowd.storage.pass_per_agent
+            and self.crowd.num_agents > 1
+            and not find_form(self.config.diversity).rewarded
+        )
 
     def _rows_at_once(self, state: TrainState) -> int:
         """The rows of the largest micro-batch of any process in this step, which every process can compute."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +19,9 @@ from ci_llm.core.determinism import seed_everything
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.preferences import Preferences, StepFacts, TrainedObjective
-from ci_llm.data.agent_rows import AgentRows, TrainingRows
-from ci_llm.data.batches import AgentBatches, Batch, MicroBatch, pack
-from ci_llm.data.order import AgentPlans, Plan
+from ci_llm.data.batches import Batch, MicroBatch, Owned, pack
+from ci_llm.data.courses import Course, Courses
+from ci_llm.data.order import Plan
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.data.units import Unit
 from ci_llm.distributed.ballot import Ballot
@@ -36,7 +35,7 @@ class WholeStep:
     Args:
         step: its number.
         micro_batches: the micro-batches of this process.
-        rows, plan: rows and order of all agents, or of each.
+        courses: the rows of the agents, in their order.
         limit: `max_seq_length`.
         seed: the seed of random numbers.
         tick: called before every pass, as a sign of life.
@@ -46,8 +45,7 @@ class WholeStep:
     micro_batches: Sequence[MicroBatch]
     crowd: Crowd
     processes: Processes
-    rows: TrainingRows
-    plan: Plan | AgentPlans
+    courses: Courses
     limit: int
     seed: int
     tick: Callable[[], object]
@@ -62,8 +60,8 @@ class WholeStep:
             return objective, None
         facts, needs, agents = StepFacts(), objective.objective.needs, self.crowd.num_agents
         if needs.nll != "none":
-            shares = [_nll_share(rows, plan, self.step) for rows, plan in self._each]
-            facts = StepFacts(tuple(shares * agents if len(shares) == 1 else shares))
+            shares = {id(course): _nll_share(course, self.step) for _, course in self.courses.different}
+            facts = StepFacts(tuple(shares[id(course)] for course in self.courses.each))
         if not needs.mismatched:
             return replace(objective, facts=facts), None
         found, complaint = unless_out_of_memory(self._differences)
@@ -71,59 +69,40 @@ class WholeStep:
         verdict = self.processes.agree(Ballot(0, [False] * agents, sums, out_of_memory=found is None))
         if verdict.out_of_memory:
             return None, complaint
-        counts = torch.tensor([plan.num_rows_of(self.step) for _, plan in self._each])
+        counts = torch.tensor([course.plan.num_rows_of(self.step) for course in self.courses.each])
         kl = (torch.tensor(verdict.sums, dtype=torch.float64) / counts).clamp(min=0)
         return replace(objective, facts=replace(facts, kl=kl.to(self.crowd.device)[:, None])), None
-
-    @property
-    def _each(self) -> list[tuple[TokenizedRows, Plan]]:
-        """Rows and order of every agent that has its own, or of all."""
-        if isinstance(self.rows, AgentRows):
-            assert isinstance(self.plan, AgentPlans)
-            return [*zip(self.rows.each, self.plan.each, strict=True)]
-        assert isinstance(self.plan, Plan)
-        return [(self.rows, self.plan)]
 
     @torch.no_grad()
     def _differences(self) -> Tensor:
         """[K] fp64 log-probability of this process's mismatched rows by the agents minus that by the base, summed."""
-        crowd = self.crowd
-        before = [_rows_before(plan, self.step) for _, plan in self._each]
+        crowd, courses = self.crowd, self.courses
+        before = {id(course): _rows_before(course.plan, self.step) for _, course in courses.different}
         sums = torch.zeros(crowd.num_agents, dtype=torch.float64, device=crowd.device)
         crowd.train()
-        crowd.agents.begin_step(self.step)
+        crowd.storage.begin_step(self.step)
         for number, batch in enumerate(self.micro_batches):
-            crowd.agents.begin_micro_step(self.step, self.processes.process_index, number)
-            own = zip(_agents_of(batch), self._each, before, strict=True)
-            mixed = tuple(part and _mismatched(part, rows, earlier, self.limit) for part, (rows, _), earlier in own)
-            together: Any = AgentBatches(mixed) if isinstance(batch, AgentBatches) else mixed[0]
-            for part in crowd.parts(together.to(crowd.device)):
+            crowd.storage.begin_micro_step(self.step, self.processes.process_index, number)
+            mixed = []
+            for agents, own in batch:
+                course = courses.each[agents[0]]
+                rows = _mismatched(own, course.rows, before[id(course)], self.limit)
+                mixed.append(Owned(agents, rows.to(crowd.device)))
+            for part in crowd.parts(mixed):
                 self.tick()
                 seed_everything(self.seed, "mismatched", self.step, self.processes.process_index, number)
-                with part.reading(), self.processes.autocast():
-                    self._add(sums, part.rows, part.agent)
+                with self.processes.autocast():
+                    for output in crowd(part):
+                        wanted = crowd.reference(output.agents, output.batch).double().sum(1)
+                        gained = output.log_probs.double().sum(1) - wanted
+                        for place, agent in enumerate(output.agents):
+                            sums[agent] += gained[place]
         return sums
 
-    def _add(self, sums: Tensor, rows: Any, agent: int | None) -> None:
-        """Add the differences of one pass, for one agent or for all."""
-        found: Any = self.crowd(rows)
-        outputs = found.each if isinstance(rows, AgentBatches) else [found]
-        for place, (output, own) in enumerate(zip(outputs, _agents_of(rows), strict=True)):
-            if output is not None and own is not None:
-                first = place if agent is None else agent
-                alone = first if isinstance(rows, AgentBatches) else agent
-                gained = output.log_probs.double().sum(1) - self.crowd.reference(own, alone).double().sum(1)
-                sums[first : first + len(gained)] += gained
 
-
-def _agents_of(batch: MicroBatch) -> Sequence[Batch | None]:
-    """The micro-batch of every agent that has its own, or of all."""
-    return batch.each if isinstance(batch, AgentBatches) else [batch]
-
-
-def _nll_share(rows: TokenizedRows, plan: Plan, step: int) -> float:
+def _nll_share(course: Course, step: int) -> float:
     """See `Evidence.nll_share`."""
-    units = [_unit(rows, number) for number in plan.rows(step)]
+    units = [_unit(course.rows, number) for number in course.plan.rows(step)]
     return len(units) / sum(unit.num_learned for unit in units)
 
 

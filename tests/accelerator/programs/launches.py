@@ -36,7 +36,7 @@ def step(vocabulary: int, rows: int, *, pass_per_agent: bool, layers: int = 24) 
         base = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
     base.config.use_cache = False
     run = Ours(base)
-    run.crowd.agents.pass_per_agent = pass_per_agent
+    run.crowd.storage.pass_per_agent = pass_per_agent
     run.crowd.choose_attention()
     for batch in harness.batches(None, rows, 2):
         TRACE.phase = f"{vocabulary} words, {rows} rows, {batch.sample_ids}"

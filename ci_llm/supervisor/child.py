@@ -1,4 +1,4 @@
-"""One attempt: the command runs under its shim, can be ordered to stop, and its end is told as seen from outside.
+"""The command of one attempt as a child: under its shim, ordered to stop, its end told as seen from outside.
 
 Its output is passed on to that of this process byte for byte, through a pseudo-terminal if that is one. A terminal that
 was stopped by Ctrl-S holds the child back, but not the supervisor.
@@ -147,7 +147,7 @@ class AttemptResult:
     at_line_start: bool = True
 
 
-class Attempt:
+class Child:
     """A running command; a context manager that leaves no process behind.
 
     Args:
@@ -264,7 +264,7 @@ class Attempt:
         result.at_line_start = all(channel.at_line_start for channel in self._channels)
         return result
 
-    def __enter__(self) -> Attempt:
+    def __enter__(self) -> Child:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

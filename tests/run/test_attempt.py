@@ -18,23 +18,23 @@ import pytest
 import torch
 
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.cluster.deadline import Deadline
+from ci_llm.cluster.deadline import Deadline, expected_kill
 from ci_llm.cluster.launch import Launch, read_launch
 from ci_llm.core.run_folder import record_attempt
 from ci_llm.core.run_status import RunStatus, read_status
-from ci_llm.run.end import shutdown
+from ci_llm.run.end import attempt
 from tests.run.test_emergency_save import BrokenOnce
 
 
-def attempt_at_its_end(folder: Path, steps: list[int], began_at: int = 0, trained: int = 0) -> shutdown.Attempt:
+def attempt_at_its_end(folder: Path, steps: list[int], began_at: int = 0, trained: int = 0) -> attempt.Attempt:
     """An attempt that is about to end, of a run with checkpoints of these steps."""
     config: Any = SimpleNamespace(run_folder=folder, requeue="auto")
-    processes: Any = SimpleNamespace(is_main_process=True, launch=launch("python"))
     manager: Any = SimpleNamespace(all_steps=lambda: steps, holds_lease=lambda: True, wait_until_finished=lambda: None)
     log: Any = SimpleNamespace(end_progress=lambda: None)  # an interruption is reported by the loggers
-    status = RunStatus(folder, 1)
-    status.update(step=trained)
-    return shutdown.Attempt(1, began_at, config, processes, manager, status, log)
+    ending = attempt.Attempt(config, launch("python"), manager, log)
+    ending.number, ending.began_at, ending.status = 1, began_at, RunStatus(folder, 1)
+    ending.status.update(step=trained)
+    return ending
 
 
 def launch(launcher: str, command: tuple[str, ...] = (), words: tuple[str, ...] = ()) -> Launch:
@@ -63,10 +63,12 @@ def test_steps_that_no_checkpoint_holds_do_not_count_as_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(shutdown, "requeue", lambda *_, **keys: asked.update(keys))
-    for attempt in (1, 2):
-        record_attempt(tmp_path, attempt, 5)
-    attempt_at_its_end(tmp_path, [5], began_at=5, trained=9).interrupted("signal:SIGTERM")()
+    monkeypatch.setattr(attempt, "requeue", lambda *_, **keys: asked.update(keys))
+    for number in (1, 2):
+        record_attempt(tmp_path, number, 5)
+    ending = attempt_at_its_end(tmp_path, [5], began_at=5, trained=9)
+    ending.interrupted("signal:SIGTERM")
+    ending.last_act()
     assert asked["without_progress"] == 2
 
 
@@ -79,8 +81,10 @@ def test_a_full_disk_hides_no_interruption(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("ci_llm.core.run_status.write_json", full)
-    monkeypatch.setattr(shutdown, "requeue", lambda *_, **__: "SLURM job 7 is put back into the queue")
-    attempt_at_its_end(tmp_path, [5]).interrupted("signal:SIGTERM")()
+    monkeypatch.setattr(attempt, "requeue", lambda *_, **__: "SLURM job 7 is put back into the queue")
+    ending = attempt_at_its_end(tmp_path, [5])
+    ending.interrupted("signal:SIGTERM")
+    ending.last_act()
     refused, ended, queued = caplog.messages
     assert "status.json cannot be written: [Errno 28]" in refused
     assert "interrupted (signal:SIGTERM): step 5 is saved" in ended
@@ -95,8 +99,9 @@ def test_a_save_that_failed_hides_no_interruption(tmp_path: Path, caplog: pytest
         manager.wait_until_finished()
         manager._store._disk = BrokenOnce()
         assert manager.save(5, {"w": torch.zeros(3)})
-        attempt = replace(attempt_at_its_end(tmp_path, []), manager=manager)
-        attempt.interrupted("signal:SIGINT")
+        ending = attempt_at_its_end(tmp_path, [])
+        ending.manager = manager
+        ending.interrupted("signal:SIGINT")
     assert (read_status(tmp_path).status, read_status(tmp_path).step) == ("interrupted", 3)
     assert "the save in flight has failed: ZeroDivisionError: a bug" in caplog.messages
 
@@ -122,8 +127,8 @@ def test_the_command_that_resumes_is_that_of_the_launcher(
 ) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python", "train.py"])
     monkeypatch.setattr(shutil, "which", PATH.get)
-    assert shutdown.command_line(launch("torchrun", tuple(command))) == expected
-    assert shutdown.command_line(launch("python")) == "python train.py"
+    assert attempt.command_line(launch("torchrun", tuple(command))) == expected
+    assert attempt.command_line(launch("python")) == "python train.py"
 
 
 def test_the_command_is_the_launchers_after_the_launcher_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +139,7 @@ def test_the_command_is_the_launchers_after_the_launcher_has_ended(monkeypatch: 
     stranger = ["/sbin/supervise", "--token=of-a-stranger"]
     monkeypatch.setattr("ci_llm.cluster.launch._parent_command", lambda *_: stranger)
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert shutdown.command_line(launched) == " ".join(command)
+    assert attempt.command_line(launched) == " ".join(command)
 
 
 @pytest.mark.parametrize(
@@ -157,10 +162,10 @@ def test_a_run_like_this_one_names_each_key_once(
 ) -> None:
     monkeypatch.setattr(shutil, "which", PATH.get)
     command = ("/usr/bin/python", "/venv/bin/torchrun", "train.py", *words)
-    assert shutdown.command_line(launch("torchrun", command, tuple(words)), changes) == f"torchrun train.py {rest}"
+    assert attempt.command_line(launch("torchrun", command, tuple(words)), changes) == f"torchrun train.py {rest}"
     monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python", "my_program.py"])  # which calls the trainer by itself
-    own = f"{shutdown.shell_line([sys.executable])} -m ci_llm train" if words else "python my_program.py"
-    assert shutdown.command_line(launch("python", words=tuple(words)), changes) == f"{own} {rest}"
+    own = f"{attempt.shell_line([sys.executable])} -m ci_llm train" if words else "python my_program.py"
+    assert attempt.command_line(launch("python", words=tuple(words)), changes) == f"{own} {rest}"
 
 
 @pytest.mark.parametrize(
@@ -180,5 +185,5 @@ def test_a_stop_requested_by_the_caller_never_ends_the_interpreter(
     interrupts: Any = SimpleNamespace(stop_requested_at=time.monotonic(), stop_reason=reason)
     asked = replace(launch("torchrun"), kill_delay_s=30.0, called_at=called_at)
     deadline = Deadline(time.time() + 20, source) if source else None
-    left = shutdown.expected_kill(interrupts, 3.0, asked, deadline) - time.monotonic()
+    left = expected_kill(interrupts, 3.0, asked, deadline) - time.monotonic()
     assert left < 30 if kills else left == math.inf

@@ -1,0 +1,1 @@
+"""The agents: each a thing of its own, with views of the storage that all of them share."""

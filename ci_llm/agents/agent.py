@@ -1,0 +1,111 @@
+"""`Agent`: one LoRA agent of a crowd, with all that it has: adapters, weights, and how and on what it trains.
+
+Its numbers are views of the crowd's storage (`AgentStorage`), which gives it new ones whenever the crowd changes.
+
+Legend: P numbers of the agent, r rank, D hidden width, n numbers of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ci_llm.data.courses import Course, Courses
+from ci_llm.errors import ForeignCheckpoint
+from ci_llm.lora.heads import SCORE
+from ci_llm.lora.settings import AgentLora
+
+
+@dataclass(frozen=True)
+class Training:
+    """How and on what an agent trains.
+
+    Attributes:
+        learning_rate: the rate of a 0-based optimizer step, before any factor.
+        weight_decay: of AdamW.
+        max_grad_norm: the clipping bound of its gradient; None for none.
+        course: its rows, and their order. Agents that train on the same rows in the same order have one object.
+    """
+
+    learning_rate: Callable[[int], float]
+    weight_decay: float
+    max_grad_norm: float | None
+    course: Course
+
+
+@dataclass(eq=False)
+class Agent:
+    """One LoRA agent on a frozen base.
+
+    Attributes:
+        settings: shape, scale and seeds of its adapters.
+        adapted: the names of the modules that it adapts, in the order of the base.
+        name: its folder in checkpoints, `agent<k>`.
+        place: its place in the crowd, and its row in the storage.
+        weights: [P] all of its numbers, for an optimizer.
+        gradients: [P] their gradients.
+        adapters: A [r, in] and B [out, r] by the name of the module; parts of `weights`.
+        head: [n, D], for agents that score texts; else None.
+        training: how and on what it trains; None in a crowd that no run trains.
+    """
+
+    settings: AgentLora
+    adapted: Sequence[str]
+    name: str
+    place: int = -1
+    weights: nn.Parameter = field(init=False, repr=False)
+    gradients: Tensor = field(init=False, repr=False)
+    adapters: dict[str, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict, repr=False)
+    head: nn.Parameter | None = field(default=None, repr=False)
+    training: Training | None = field(default=None, repr=False)
+
+    @property
+    def size(self) -> int:
+        """How many trainable numbers it has."""
+        return self.weights.numel()
+
+    @property
+    def trained(self) -> Training:
+        """`training`, of an agent that a run trains."""
+        assert self.training is not None
+        return self.training
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The content of its `adapter_model.safetensors`: tensors by PEFT's names, as views."""
+        tensors = {}
+        for name, pair in self.adapters.items():
+            for side, parameter in zip("AB", pair, strict=True):
+                tensors[f"base_model.model.{name}.lora_{side}.weight"] = parameter.detach()
+        if self.head is not None:
+            tensors[SCORE] = self.head.detach()
+        return tensors
+
+    @torch.no_grad()
+    def load_state_dict(self, tensors: Mapping[str, Tensor], where: str) -> None:
+        """Copy PEFT tensors into the agent. Names and shapes must be exactly its own.
+
+        Args:
+            tensors: the tensors by PEFT's names.
+            where: the source, for the error.
+
+        Raises:
+            ForeignCheckpoint: names or shapes differ.
+        """
+        own = self.state_dict()
+        odd = sorted(own.keys() ^ tensors.keys()) or sorted(n for n in own if own[n].shape != tensors[n].shape)
+        if odd:
+            raise ForeignCheckpoint(
+                f"agent{self.place} does not fit: {len(odd)} tensors differ in name or shape, the first is {odd[0]}",
+                where=where,
+                hint="use the lora_rank, lora_target_modules, agent_layers and model_name it was trained with",
+            )
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+
+def courses_of(agents: Sequence[Agent]) -> Courses:
+    """The courses of agents that a run trains."""
+    return Courses(tuple(agent.trained.course for agent in agents))

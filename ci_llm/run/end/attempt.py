@@ -1,0 +1,277 @@
+"""An attempt at a run or a sweep: the lease of its folder, status.json and log, how it ends, which command resumes it.
+
+A process that fails writes the reason to a file first, and enters no collective after that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.store import DISK_FULL
+from ci_llm.cluster.launch import SUPERVISED, Launch, shell_line
+from ci_llm.cluster.slurm import read_job, requeue
+from ci_llm.cluster.starter import exit_code_told
+from ci_llm.config import Config, arguments_without, as_python
+from ci_llm.core.memory import is_out_of_memory
+from ci_llm.core.run_folder import (
+    PEER_LOST,
+    Failure,
+    attempt_folder,
+    attempts_without_progress,
+    record_attempt,
+    write_failure,
+)
+from ci_llm.core.run_status import RunStatus, keep_status, readable_status
+from ci_llm.distributed.processes import Processes
+from ci_llm.errors import CheckpointError, CiLlmError, GivenUp, PeerLost, WriterBusy
+from ci_llm.logs.run_log import RunLog
+
+logger = logging.getLogger(__name__)
+
+
+class Attempt:
+    """One attempt at a run, or at a sweep, whose runs are attempts of their own.
+
+    Args:
+        manager: of the checkpoints in the folder; it holds the lease.
+        log: of a run. A sweep has none: what there is to say, its runs say.
+
+    Attributes:
+        processes: those that take part, from its beginning on.
+        number: the same on every process; 0 until it has begun.
+        began_at: the step from which it resumes.
+        status: status.json.
+        last_act: puts the SLURM job back into the queue, and returns what SLURM answered. To be called last, while
+            the folder is still leased: SLURM ends what is left of the job, and the answer goes into training.log.
+    """
+
+    processes: Processes
+
+    def __init__(self, config: Config, launch: Launch, manager: CheckpointManager, log: RunLog | None = None) -> None:
+        self.config, self._launch, self.manager, self.log = config, launch, manager, log
+        self.number = self.began_at = 0
+        self.status = RunStatus(config.run_folder, 0, is_main_process=False)
+        self.last_act: Callable[[], str | None] = lambda: None
+
+    @property
+    def folder(self) -> Path:
+        """Where the processes of this attempt leave files for each other and for later readers."""
+        return attempt_folder(self.config.run_folder, self.number)
+
+    def begin(self, processes: Processes, step: int, prepare: Callable[[int], object] = lambda number: None) -> None:
+        """Lease the folder, and record that this attempt begins at `step`. A collective.
+
+        Args:
+            prepare: called on the main process with the number of the attempt, once the folder is leased and how the
+                last attempt ended is kept.
+
+        Raises:
+            CiLlmError: a refusal, which is no failed attempt.
+        """
+        self.processes = processes
+        processes.require_same_folder(self.config.run_folder)
+        self._take_number(processes.on_main(partial(self._lease, step, prepare)), step)
+
+    def _lease(self, step: int, prepare: Callable[[int], object] = lambda number: None) -> int:
+        number, folder = self.manager.acquire_lease(), self.config.run_folder
+        try:
+            keep_status(folder, **(self.log.last_metrics() if self.log else {}))
+            prepare(number)
+            record_attempt(folder, number, step, _place())
+        except OSError as error:
+            raise CheckpointError(
+                f"the run cannot begin here: {error.strerror}",
+                where=str(folder),
+                hint="make space there, and call it again",
+            ) from error
+        return number
+
+    def _take_number(self, number: int, step: int) -> None:
+        is_main = self._launch.is_main_process
+        self.number, self.began_at = number, step
+        self.status = RunStatus(
+            self.config.run_folder,
+            number,
+            is_main_process=is_main,
+            still_held=self.manager.holds_lease,
+            staging=self.manager.staging if is_main else None,
+        )
+        self.status.update(step=step, next_command=command_line(self._launch))
+
+    @contextmanager
+    def recorded(self, step: Callable[[], int]) -> Iterator[None]:
+        """Record an error or a second Ctrl-C that ends the block; `step` returns the optimizer steps taken."""
+        try:
+            yield
+        except KeyboardInterrupt:  # what is committed stays
+            self.interrupted("signal:SIGINT")
+            raise
+        except BaseException as error:
+            self.failed(step(), error)
+            raise
+
+    def completed(self) -> None:
+        """Record that the work is done."""
+        self.status.finish("completed")
+
+    def interrupted(self, reason: str) -> None:
+        """Record and tell that the attempt was interrupted, at the step from which the same command resumes."""
+        step = self.status.current.step
+        if self.log is not None:
+            self.finish_save_in_flight()
+            saved = self.manager.all_steps() if self._launch.is_main_process else []
+            step = max([self.began_at, *saved])
+            self.status.update(step=step)
+        command = command_line(self._launch)
+        try:
+            is_own = self.status.finish("interrupted", reason, command)
+        except OSError as error:
+            logger.warning(f"status.json cannot be written: {error}")
+            # The write that failed cannot say whether the folder is still this attempt's; the lease can.
+            is_own = self._launch.is_main_process and self.manager.holds_lease()
+        if self.log is not None:
+            self.log.end_progress()
+            where = f"step {step} is saved" if step else "no step is saved"
+            logger.info(f"interrupted ({reason}): {where}; resume with: {command}")
+            # If another attempt has taken the job over, that attempt puts it back.
+            self.last_act = partial(self._put_job_back, reason, step) if is_own else self.last_act
+
+    def _put_job_back(self, reason: str, step: int) -> str | None:
+        without_progress = attempts_without_progress(self.config.run_folder, step)
+        line = requeue(self.config.requeue, reason, without_progress=without_progress)
+        if line:
+            logger.info(line)
+        return line
+
+    def stopped_before_it_began(self, reason: str) -> int:
+        """Record the interruption, unless another attempt has the folder; returns the last step that is saved."""
+        step, last = max(self.manager.all_steps(), default=0), readable_status(self.config.run_folder)
+        if self._launch.is_main_process and (last is None or last.status != "completed"):
+            with suppress(WriterBusy):
+                self._take_number(self._lease(step), step)
+                self.status.finish("interrupted", reason, self.status.current.next_command)
+        self.manager.close()
+        return step
+
+    def refused(self, error: CiLlmError) -> None:
+        """Record that it failed where no step is left to resume from: else readers would call the run vanished."""
+        if self._launch.is_main_process and self.log is not None:
+            self._take_number(self._lease(0), 0)
+            self.log.open(self.number, still_held=self.manager.holds_lease)
+            self.failed(0, error)
+
+    def failed(self, step: int, error: BaseException) -> None:
+        """Record why this process fails; on the main process also that the attempt failed.
+
+        A disk that refuses is reported and raises nothing, because people have to see `error` itself: the program
+        prints it on the terminal, and this method puts it into training.log.
+
+        Args:
+            step: the optimizer steps taken.
+        """
+        for write in self.records_of_failure(step, error):
+            try:
+                write()
+            except OSError as refusal:
+                logger.warning(f"the failure could not be written down: {refusal}")
+        if self.log is not None:
+            self.log.end_progress()
+            logger.error(f"failed ({reason_of(error)}) after step {step}")
+            self.log.note(str(error))
+
+    def records_of_failure(self, step: int, error: BaseException) -> tuple[Callable[[], object], Callable[[], object]]:
+        """What puts a failure of this process on record, then that of the attempt; a disk may refuse either."""
+        reason, index = reason_of(error), self._launch.process_index
+        failed_at = error.step if isinstance(error, GivenUp) and error.step is not None else step
+        failure = Failure.of(error, reason, index, failed_at)
+        return (
+            partial(write_failure, self.config.run_folder, self.number, index, failure),
+            partial(self.status.finish, "failed", reason, command_line(self._launch)),
+        )
+
+    def finish_save_in_flight(self) -> None:
+        """Wait for the save in flight. Its error is only reported, so that the status is still written."""
+        try:
+            self.manager.wait_until_finished()
+        except Exception as error:  # noqa: BLE001 - the run resumes from an older step
+            logger.warning(f"the save in flight has failed: {described(error)}")
+
+
+def _place() -> dict[str, object]:
+    """Where an attempt runs, for its record: in which SLURM job, and whether under a supervisor."""
+    job = read_job()
+    place: dict[str, object] = dict(job.record()) if job else {}
+    return place | {"supervised": True} if SUPERVISED in os.environ else place
+
+
+def described(error: Exception) -> str:
+    """An error in a line for people; it begins with the type if the message was not written for them."""
+    return str(error) if isinstance(error, (CiLlmError, OSError)) else f"{type(error).__name__}: {error}"
+
+
+def end_at_once(code: int, error: BaseException | None) -> None:
+    """End this process at once: torch waits for a peer, also at the exit of the interpreter."""
+    with suppress(OSError, ValueError):  # the terminal may be gone
+        if error is not None:
+            print(f"error: {error}", file=sys.stderr)
+        print(end="", flush=True)
+    os._exit(exit_code_told(error.exit_code if isinstance(error, CiLlmError) else code))
+
+
+def command_line(launch: Launch, changes: Mapping[str, str | None] | None = None) -> str:
+    """The command that starts this run again, by its launcher if there is one.
+
+    Args:
+        changes: for another run like it: a key with its new value, or None for a key that is left out.
+
+    Returns:
+        a line for a shell. For a run that was called from Python, a call where no shell command would do the same.
+    """
+    if launch.called_at is not None and (changes is not None or hasattr(sys, "ps1")):
+        return _call_again(changes or {})
+    command = [*(launch.launcher_command or sys.orig_argv)]
+    if changes is not None:
+        arguments = [*launch.arguments]
+        program = command[: len(command) - len(arguments)]
+        if program + arguments != command:
+            program = [sys.executable, "-m", "ci_llm", "train"]
+        given = [f"{key}={value}" for key, value in changes.items() if value is not None]
+        command = [*program, *arguments_without(launch.arguments, changes), *given]
+    return shell_line(command)
+
+
+def _call_again(changes: Mapping[str, str | None]) -> str:
+    """The call of `ci_llm.train` that is like the one before, with these keys; a `config` replaces all of its keys."""
+    given = ", ".join(f"{key}={as_python(value)}" for key, value in changes.items() if value is not None)
+    if "config" in changes:
+        return f"ci_llm.train({given})"
+    return "the same call of ci_llm.train" + (f" with {given}" if given else "")
+
+
+def reason_of(error: BaseException) -> str:
+    """The reason of a failure for status.json: `nonfinite`, `disk_full`, ..., or `error:` and the type of the error."""
+    if isinstance(error, PeerLost):
+        return PEER_LOST
+    for cause in _causes(error):
+        if isinstance(cause, GivenUp):
+            return cause.reason
+        if isinstance(cause, OSError) and cause.errno in DISK_FULL:
+            return "disk_full"
+        if is_out_of_memory(cause):
+            return "out_of_memory"
+    return f"error:{type(error).__name__}"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those from which it was raised."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
