@@ -33,6 +33,8 @@ _CALLS: Final = 0xE100
 #: What templates look for in a text, which stays as it is.
 _TAG: Final = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")
 _WORD: Final = re.compile(r"\w")
+#: Strings of so many characters are messages of a template, and not what it looks for.
+_LONG: Final = 40
 #: The keys of thoughts, by the templates that read them.
 _OF_THOUGHTS: Final = ("reasoning_content", "thinking", "reasoning")
 _WORDS: Final = {"role", "content"}
@@ -84,17 +86,21 @@ class Rendering:
 
 
 @lru_cache(maxsize=16)
-def _compiled(template: str) -> tuple[Template, bool]:
-    """The template with its notes, and whether it marks what is generated."""
+def _compiled(template: str) -> tuple[Template, bool, tuple[str, ...]]:
+    """The template with its notes, whether it marks what is generated, and the tags and signs it looks for in texts."""
     from transformers.utils.chat_template_utils import _compile_jinja_template  # takes seconds: not for help alone
 
     environment = _compile_jinja_template(template).environment.overlay()  # the sandbox of Transformers
     environment.is_safe_attribute = _once_by_type(environment.is_safe_attribute)
     tree, noting = environment.parse(template), _Noting()
+    asking = tree.find_all((nodes.Compare, nodes.Call, nodes.Filter))
+    words = {part.value for each in asking for part in each.find_all(nodes.Const) if isinstance(part.value, str)}
+    marks = {word for word in words if word.strip() and not word.replace("_", "").isalnum() and len(word) < _LONG}
     noting.mark(tree)
     tree.set_environment(environment)
     code = environment.compile(tree)
-    return Template.from_code(environment, code, environment.make_globals(None)), noting.generations > 0
+    compiled = Template.from_code(environment, code, environment.make_globals(None))
+    return compiled, noting.generations > 0, (*sorted({"<", *marks}),)
 
 
 def _once_by_type(is_safe: Callable[[Any, str, Any], bool]) -> Callable[[Any, str, Any], bool]:
@@ -118,7 +124,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, date: datetime | None) -> None:
         self._tokenizer = tokenizer
-        self._template, self.marks_answers = _compiled(template)
+        self._template, self.marks_answers, self.marks = _compiled(template)
         self._now = lambda form: (date or datetime.now()).strftime(form)
 
     def view(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Turns:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str, date: datetime | None = None) -> None:
         self._tokenizer, self._text, self._date = tokenizer, template, date
-        self._known = dict[int, tuple[Remark, ...]]()
+        self._known, self._asks = dict[int, tuple[Remark, ...]](), dict[int, str]()
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         ends = "|".join(map(re.escape, sorted(special, reverse=True))) or "(?!)"  # the longer of two that begin alike
         self._ends_turn, self._follows = re.compile(rf"(?:{ends})\Z"), re.compile(rf"\s*(?:{ends})")
@@ -119,7 +119,7 @@ class Turns:
         view = self._view(replace(chat, messages=(*chat.messages, answer)))
         whole = self._render(view)
         start = _start(whole, len(chat.messages))
-        asked, shared = self._header(self._asked(view, whole, start), whole.text[start:])
+        asked, shared = self._header(self._proved(view, whole.text[:start]), whole.text[start:])
         return whole.text[:start] + (asked if thinks is None else asked[:shared])
 
     def _end(self, message: Message, text: str, span: Span, *, is_last: bool) -> tuple[int, str]:
@@ -176,7 +176,14 @@ class Turns:
         return (usual, as_usual) if as_usual > shared else (asked, shared)
 
     def _asked(self, view: View, whole: Rendering, start: int) -> str:
-        """What the template adds for generation to the messages before the last one.
+        """What the template adds for generation to the messages before the last one; chats alike are proved once."""
+        kind = self._kind(view)
+        if kind not in self._asks:
+            self._asks[kind] = self._proved(view, whole.text[:start])
+        return self._asks[kind]
+
+    def _proved(self, view: View, given: str) -> str:
+        """What is added to the messages before the last one, whose text is what the whole chat begins with.
 
         Templates such as that of gpt-oss show the thoughts before a call until an answer follows.
         """
@@ -184,9 +191,8 @@ class Turns:
         if not before:
             return ""
         for find in (list, _bare):
-            messages = find(before)
-            asked = self._render({**view, "messages": messages}, add_generation_prompt=True)
-            if asked.text.removesuffix(asked.after) == whole.text[:start]:
+            asked = self._render({**view, "messages": find(before)}, add_generation_prompt=True)
+            if asked.text.removesuffix(asked.after) == given:
                 return asked.after
         raise RefusedRowError(
             "the prompt it makes for an answer is not what precedes the answer in the whole chat "
@@ -199,7 +205,7 @@ class Turns:
         Raises:
             RefusedRowError: an answer, a call or a result: it would teach answers to what it leaves out, or empty ones.
         """
-        kind = hash((bool(view["tools"]), *map(_kind, view["messages"])))
+        kind = self._kind(view)
         if kind not in self._known:
             self._known[kind] = self._left_out(masked(view))
         return self._known[kind]
@@ -220,6 +226,17 @@ class Turns:
         if rendering.RESULT in lacks:
             raise RefusedRowError("it leaves out the results of tools")
         return tuple(what for mask, what in _PARTS.items() if mask in lacks and what)
+
+    def _kind(self, view: View) -> int:
+        """What the template may look at to decide what it shows of a chat, and how."""
+        found: list[object] = [bool(view["tools"])]
+        for message in view["messages"]:
+            content, calls = message.get("content") or "", len(message.get("tool_calls") or ())
+            said = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+            words = [mark in said for mark in self._template.marks]
+            found += [message["role"], bool(said.strip()), said.strip() == said, *words, calls]
+            found += [key for key, part in message.items() if part]
+        return hash((*found,))
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -277,13 +294,6 @@ _PARTS: Final[Mapping[str, Remark | None]] = {
     rendering.SYSTEM: "system message",
     rendering.TOOLS: "descriptions of tools",
 }
-
-
-def _kind(message: Mapping[str, Any]) -> tuple[object, ...]:
-    """What a template may look at to decide whether it shows a message."""
-    said = str(message.get("content") or "")
-    calls = len(message.get("tool_calls") or ())
-    return message["role"], bool(said.strip()), "<" in said, calls, *(key for key, part in message.items() if part)
 
 
 def _start(whole: Rendering, number: int) -> int:

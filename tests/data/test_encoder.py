@@ -158,6 +158,17 @@ def test_a_prompt_that_the_chat_does_not_begin_with_is_refused() -> None:
         Encoder(byte_tokenizer(other)).encode(talk("q", "a"))
 
 
+@pytest.mark.parametrize("last", ["m.content | trim", "m.content | replace('/x', '')", "m.content.split('/x')[0]"])
+def test_a_chat_is_proved_for_what_the_template_looks_for_in_its_words(last: str) -> None:
+    other = CHATML.replace(
+        "{{ m.content }}", "{% if loop.last %}{{ " + last + " }}{% else %}{{ m.content }}{% endif %}"
+    )
+    encoder = Encoder(byte_tokenizer(other))
+    assert encoder.encode(talk("q", "a")).supervised.any()
+    with pytest.raises(RefusedRowError, match="not what precedes the answer"):
+        encoder.encode(talk("q " if "trim" in last else "q/x", "a"))
+
+
 def test_an_answer_may_come_first_or_repeat_the_question() -> None:
     tokenizer = byte_tokenizer(CHATML)
     first = Chat((Message("assistant", "hi"), Message("user", "hi"), Message("assistant", "hi")))
