@@ -284,7 +284,7 @@ CAPS = {
     "config": 2195,
     "core": 1349,
     "crowd": 4533,
-    "data": 3239,
+    "data": 3253,
     "distributed": 650,
     "dry_run": 768,
     "embedded": 156,
