@@ -389,7 +389,6 @@ class Sweep:
             "experiment_name": folder.name,
             "resume_from_checkpoint": "latest",
             "generation_eval_samples": shared.generation_eval_samples if answers else 0,
-            "write_report": False,
         }
         return shared.of_trials(plan.steps[-1], changes)
 

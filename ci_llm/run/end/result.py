@@ -258,13 +258,13 @@ def write_page(config: Config, processes: Processes, interrupts: Interrupts, man
 
     A run that was told to end writes no page once a third of its grace is over: to end in time is more important, and
     `ci-llm report RUN` writes the page later. Between two elastic rounds it writes none either, because the others wait
-    for this process.
+    for this process. A segment of a sweep has none: the sweep writes its own.
     """
     told_at = interrupts.stop_requested_at
     grace_s = min(config.grace_s, processes.launch.kill_delay_s)
     if told_at is not None and (has_rounds() or time.monotonic() - told_at > grace_s / 3):
         return
-    if not (processes.is_main_process and manager.holds_lease()):
+    if config.trial_steps is not None or not (processes.is_main_process and manager.holds_lease()):
         return
     try:
         page = write_report(config.run_folder)
