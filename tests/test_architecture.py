@@ -276,7 +276,7 @@ def test_a_file_says_its_charter_and_stays_one_idea() -> None:
 
 #: At most so many lines of code in a room. Who raises one says why in the same commit; CONTRIBUTING.md has the rule.
 CAPS = {
-    "agents": 374,
+    "agents": 372,
     "base": 916,
     "checkpoints": 2543,
     "cli": 1913,
@@ -299,7 +299,7 @@ CAPS = {
     "run": 4749,
     "serve": 1412,
     "supervisor": 1755,
-    "sweep": 853,
+    "sweep": 852,
 }
 
 

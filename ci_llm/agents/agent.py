@@ -35,6 +35,10 @@ class Training:
     max_grad_norm: float | None
     course: Course
 
+    def __deepcopy__(self, memo: object) -> Training:
+        """The same object: a copy of an agent trains on the same rows, which may be large."""
+        return self
+
 
 @dataclass(eq=False)
 class Agent:
@@ -49,7 +53,7 @@ class Agent:
         gradients: [P] their gradients.
         adapters: A [r, in] and B [out, r] by the name of the module; parts of `weights`.
         head: [n, D], for agents that score texts; else None.
-        training: how and on what it trains; None in a crowd that no run trains.
+        training: how and on what it trains, where a run trains it.
     """
 
     settings: AgentLora
@@ -60,18 +64,12 @@ class Agent:
     gradients: Tensor = field(init=False, repr=False)
     adapters: dict[str, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict, repr=False)
     head: nn.Parameter | None = field(default=None, repr=False)
-    training: Training | None = field(default=None, repr=False)
+    training: Training = field(init=False, repr=False)
 
     @property
     def size(self) -> int:
         """How many trainable numbers it has."""
         return self.weights.numel()
-
-    @property
-    def trained(self) -> Training:
-        """`training`, of an agent that a run trains."""
-        assert self.training is not None
-        return self.training
 
     def state_dict(self) -> dict[str, Tensor]:
         """The content of its `adapter_model.safetensors`: tensors by PEFT's names, as views."""
@@ -108,4 +106,4 @@ class Agent:
 
 def courses_of(agents: Sequence[Agent]) -> Courses:
     """The courses of agents that a run trains."""
-    return Courses(tuple(agent.trained.course for agent in agents))
+    return Courses(tuple(agent.training.course for agent in agents))

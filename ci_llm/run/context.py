@@ -223,7 +223,7 @@ class Run(Resources):
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of a 0-based step before any factor; the mean if agents have different ones."""
-        rates = [agent.trained.learning_rate(step) for agent in self.crowd.agents]
+        rates = [agent.training.learning_rate(step) for agent in self.crowd.agents]
         return rates[0] if len({*rates}) == 1 else fmean(rates)
 
     def call_event(self, event: Event, **values: Mapping[str, Any]) -> None:

@@ -227,11 +227,11 @@ def apply_gradients(run: Run, step: int, verdict: Verdict, left_out: Sequence[in
         for gradient, count in zip(storage.gradients, targets, strict=True):
             gradient.div_(max(count, 1) * scale)
     agents = run.crowd.agents
-    norms = storage.clip([agent.trained.max_grad_norm for agent in agents])
+    norms = storage.clip([agent.training.max_grad_norm for agent in agents])
     storage.leave_out(left_out)
     optimizer = run.prepared.optimizer
     for agent, group in zip(agents, optimizer.param_groups, strict=True):
-        group["lr"] = agent.trained.learning_rate(step) * run.state.recovery.lr_factor(agent.place)
+        group["lr"] = agent.training.learning_rate(step) * run.state.recovery.lr_factor(agent.place)
     optimizer.step()
     return norms
 
@@ -261,7 +261,7 @@ def report(run: Run, verdict: Verdict, findings: Findings, norms: Tensor) -> Non
     }
     if run.present_config.agents:
         for agent in run.crowd.agents:
-            rate = agent.trained.learning_rate(step - 1) * run.state.recovery.lr_factor(agent.place)
+            rate = agent.training.learning_rate(step - 1) * run.state.recovery.lr_factor(agent.place)
             metrics[f"train/{agent.name}/learning_rate"] = rate
     if run.courses.are_own:
         epochs = zip(run.crowd.agents, run.courses.epochs(step), strict=True)

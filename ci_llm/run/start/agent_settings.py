@@ -77,7 +77,7 @@ def optimizer_of(config: Config, crowd: Crowd) -> torch.optim.Optimizer:
 def optimizer_groups(crowd: Crowd) -> list[dict[str, Any]]:
     """The optimizer's parameter groups, one per agent."""
     return [
-        {"params": [agent.weights], "lr": agent.trained.learning_rate(0), "weight_decay": agent.trained.weight_decay}
+        {"params": [agent.weights], "lr": agent.training.learning_rate(0), "weight_decay": agent.training.weight_decay}
         for agent in crowd.agents
     ]
 
