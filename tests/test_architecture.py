@@ -283,7 +283,7 @@ CAPS = {
     "cluster": 755,
     "config": 2195,
     "core": 1349,
-    "crowd": 4533,
+    "crowd": 4546,
     "data": 3253,
     "distributed": 650,
     "dry_run": 768,

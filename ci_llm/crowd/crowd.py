@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ci_llm.agents.as_peft import peft_model
 from ci_llm.base.quantized import stored_quantization
-from ci_llm.crowd import generation, text_scores
+from ci_llm.crowd import generation, route, text_scores
 from ci_llm.crowd.asking import Answer, Choices, answers, options_of, stream, texts
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained, save_crowd
@@ -80,6 +80,14 @@ class Crowd(CrowdModel):
         for k, tensors in enumerate(saved.agents):
             crowd.agents[k].load_state_dict(tensors, saved.source)
         return crowd.eval()
+
+    def choose_route(self) -> str | None:
+        """Take the route that reproduces the base's own logits; see `ci_llm.crowd.route.choose_route`."""
+        return route.choose_route(self)
+
+    def share_prompts(self) -> str | None:
+        """Compute common beginnings once, if that changes nothing; see `ci_llm.crowd.route.share_prompts`."""
+        return route.share_prompts(self)
 
     def save_pretrained(self, folder: Path | str) -> None:
         """Write the agents for `from_pretrained`, each as a PEFT folder `agent<k>`, and the tokenizer; no base weights.

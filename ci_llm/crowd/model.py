@@ -1,7 +1,4 @@
-"""The crowd as a module: one fused pass of K agents through a frozen base, by a route that is tested at the start.
-
-A family may accept packed rows and still compute something else. So nothing is assumed about a family: at the start one
-short batch goes both ways, packed and padded, and the logits are compared with those of the base's own forward pass.
+"""The crowd as a module: K agents on a frozen base, which read owned rows.
 
 Functions that ask, score or save a crowd take a `CrowdModel`. `ci_llm.crowd.crowd.Crowd` adds their calls for users.
 
@@ -12,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, Self, overload
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, overload
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -27,10 +23,8 @@ from ci_llm.base.quantized import stored_quantization
 from ci_llm.base.targets import layer_list, layer_numbers
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration
-from ci_llm.data.batches import Batch, MicroBatch, Owned, pack
-from ci_llm.data.encoder import Example
+from ci_llm.data.batches import Batch, MicroBatch, Owned
 from ci_llm.data.prompts import Prompter
-from ci_llm.data.units import unit_of
 from ci_llm.distributed.precision import DTYPES
 from ci_llm.errors import ModelError
 from ci_llm.lora import kernels, passes
@@ -51,112 +45,6 @@ def class_names(facts: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the classes by their numbers, from the facts about heads in `meta`; empty if there are none."""
     named = facts.get("id2label", {})
     return tuple(named[str(number)] for number in range(len(named)))
-
-
-#: The standard deviation of the agents' weights in a trial. In SmolLM2-135M in bf16, rounding then gives a distance of
-#: 0.02 to 0.10, mixed-up agents 0.13 or more, and a wrong mask 0.6; the limit is 0.088.
-TRIAL_STD: Final = 0.02
-
-
-def choose_route(crowd: CrowdModel) -> str | None:
-    """Compare one short batch through the base's own forward pass with both routes, and take the first that agrees.
-
-    Returns:
-        why the padded route was taken, or None for the packed one.
-
-    Raises:
-        ModelError: the base cannot run with agents, is not causal, or neither route reproduces its logits.
-    """
-    with _random_agents(crowd), torch.no_grad():
-        batch = _probe(crowd.model, crowd.device)
-        try:
-            wanted = _reference(crowd, batch)
-        except Exception as error:
-            raise passes.unusable_base(
-                crowd.model,
-                crowd.base_name,
-                f"cannot read a short batch with agents on it ({passes.describe_error(error)})",
-            ) from error
-        if wanted.isnan().any():
-            raise ModelError(
-                f"{type(crowd.model).__name__} gives NaN for logits: some of its weights are not finite",
-                where=f"model_name: {crowd.base_name}",
-                hint="download or save the base again; if its weights are whole, take a wider model_dtype",
-            )
-        _refuse_non_causal(crowd, batch)
-        reason = None
-        routes: tuple[Route, ...] = ("packed", "padded")
-        for crowd.route in routes:
-            try:
-                found = crowd.head.logits(crowd.states(batch))
-            except Exception as error:  # noqa: BLE001 - families raise errors of every kind for packed rows
-                reason = passes.describe_error(error)
-                continue
-            gap, limit = passes.distance(found, wanted), passes.tolerance(*passes.dtypes_of(crowd.model, found))
-            if gap <= limit or passes.agrees_by_norm(found, wanted, limit):
-                return reason
-            reason = f"{crowd.route} rows change its logits by {gap:.1e}"
-    raise passes.unusable_base(
-        crowd.model, crowd.base_name, f"computes its logits in a way this program does not reproduce ({reason})"
-    )
-
-
-@contextmanager
-def _random_agents(crowd: CrowdModel) -> Iterator[None]:
-    """Give the agents random weights inside: with B = 0 a mix-up of adapters would change nothing."""
-    weights = crowd.storage.weights
-    kept, generator = weights.clone(), torch.Generator().manual_seed(0)
-    weights.copy_(torch.randn(kept.shape, generator=generator) * TRIAL_STD)
-    try:
-        with crowd.evaluating():
-            yield
-    finally:
-        weights.copy_(kept)
-
-
-def _reference(crowd: CrowdModel, batch: Batch) -> Tensor:
-    """The logits [K, N, V] of the model's own forward pass, for each agent and each row separately."""
-    rows = [batch.input_ids[s:e][None] for s, e in zip(batch.bounds, batch.bounds[1:], strict=False)]
-    logits = []
-    for k in range(crowd.num_agents):
-        with crowd.active_agent(k) as model:
-            logits.append(torch.cat([model(input_ids=row, use_cache=False).logits[0] for row in rows]))
-    return torch.stack(logits)
-
-
-def _refuse_non_causal(crowd: CrowdModel, batch: Batch) -> None:
-    """Change the last token of a row, and refuse the base if earlier logits change."""
-    row = batch.input_ids[: batch.bounds[1]][None]
-    other = row.clone()
-    other[0, -1] = (other[0, -1] + 1) % crowd.model.get_input_embeddings().weight.shape[0]
-    with crowd.active_agent(0) as model:
-        first, second = (model(input_ids=ids, use_cache=False).logits[0, :-1] for ids in (row, other))
-    if passes.distance(first, second) > passes.tolerance(*passes.dtypes_of(crowd.model, first)):
-        raise ModelError(
-            f"{type(crowd.model).__name__} is not a causal language model: a later token changes earlier logits",
-            where=f"model_name: {crowd.base_name}",
-            hint="choose a decoder such as Llama, Qwen, Mistral, Gemma, Phi or GPT-NeoX",
-        )
-
-
-def _probe(model: PreTrainedModel, device: torch.device) -> Batch:
-    """Three short rows of random tokens; one is longer than a short attention window, if the model has one."""
-    window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
-    lengths = [7, 12, max(9, window + 5 if window < 64 else 0)]
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(0, vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(0))
-    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    everything = torch.arange(len(ids))
-    return Batch(
-        input_ids=ids,
-        position_ids=torch.cat([torch.arange(n) for n in lengths]),
-        bounds=tuple(bounds),
-        predict_from=everything,
-        targets=ids,
-        target_rows=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
-        last_tokens=torch.tensor(bounds[1:]) - 1,
-        sample_ids=tuple(range(len(lengths))),
-    ).to(device)
 
 
 @dataclass
@@ -314,7 +202,7 @@ class CrowdModel(nn.Module):
             self.storage.drawn.draw_masks_of_pass()
         if isinstance(rows, Batch):
             return self._output(self.storage.reading.agents, rows, self.states(rows))
-        states = self._passes.states(rows)
+        states = self.through.states(rows)
         return [self._output(*own, each) for own, each in zip(rows, states, strict=True)]
 
     def for_all(self, batch: Batch) -> MicroBatch:
@@ -392,10 +280,11 @@ class CrowdModel(nn.Module):
         return self._states(agents, batch)
 
     def _states(self, agents: tuple[int, ...], batch: Batch) -> Tensor:
-        return self._passes.states([Owned(agents, batch)])[0]
+        return self.through.states([Owned(agents, batch)])[0]
 
     @property
-    def _passes(self) -> passes.Passes:
+    def through(self) -> passes.Passes:
+        """The way of rows through the base, as the crowd is set now."""
         return passes.Passes(
             self.model,
             self.storage.reading,
@@ -486,40 +375,6 @@ class CrowdModel(nn.Module):
                 yield
         finally:
             self.learned = learned
-
-    def choose_route(self) -> str | None:
-        """Take the route that reproduces the base's own logits; see `ci_llm.crowd.model.choose_route`."""
-        return choose_route(self)
-
-    @torch.no_grad()
-    def share_prompts(self) -> str | None:
-        """Compute the common beginning of a unit's rows once from now on, if a trial gives the same states.
-
-        Returns:
-            why not, or None.
-        """
-        if not self.is_packed:
-            return "rows are padded"
-        ids = _probe(self.model, self.device).input_ids.cpu().numpy()
-        at = len(ids) // 2  # the longest row of the probe is longer than a short window
-        rows = [Example(np.concatenate([ids[:at], own]), np.arange(at + len(own)) > 0) for own in (ids[:4], ids[-9:])]
-        batch = pack([unit_of(rows), unit_of(rows[:1])], range(2)).to(self.device)
-        with _random_agents(self):
-            wanted = self.states(batch)
-            self.shares_prompts = True
-            try:
-                found = self.states(batch)
-                alike = replace(self._passes, fast_attention=not self._passes.fast_attention).states(
-                    self.for_all(batch)
-                )[0]
-            except Exception as error:  # noqa: BLE001 - families raise errors of every kind for packed rows
-                reason: str | None = passes.describe_error(error)
-            else:
-                gap = passes.distance(torch.cat([found, alike]), torch.cat([wanted, wanted]))
-                limit = passes.tolerance(*passes.dtypes_of(self.model, found))
-                reason = None if gap <= limit else f"it changes states by {gap:.1e}"
-        self.shares_prompts = reason is None
-        return reason
 
     def meta(self, fingerprint: str) -> dict[str, Any]:
         """The content of `ci_llm_meta_config.json`, from which this crowd can be built again.
