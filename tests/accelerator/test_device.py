@@ -59,10 +59,10 @@ def test_only_sums_norms_and_comparisons_are_computed_in_fp64(simulated: Simulat
     """A card for games computes fp64 at a 64th of its speed, and other makers' devices have none."""
     words = simulated.training("max_train_steps=2", "mixed_precision=bf16", "dropconnect_p=0.1")
     assert [place for place in found_by(simulated, "wide.py", *words) if "<" not in place] == [
+        "agents/storage.py:clip",
         "crowd/scoring.py:_score_batch",
         "crowd/scoring.py:joined",
         "distributed/ballot.py:encode",
-        "lora/adapters.py:clip",
         "lora/attention.py:distance",
         "lora/passes.py:distance",
         "run/loop.py:compute_gradients",
