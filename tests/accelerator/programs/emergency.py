@@ -13,7 +13,7 @@ device = torch.device("cuda", 1)
 torch.cuda.set_device(device)
 weights = torch.ones(8, device=device)
 processes = SimpleNamespace(is_main_process=True, num_processes=1, device=device)
-attempt = SimpleNamespace(config=None, processes=processes, manager=SimpleNamespace(wait_until_finished=lambda: None))
+attempt = SimpleNamespace(config=None, processes=processes, finish_save_in_flight=lambda: None)
 saved: list[tuple[int, int]] = []
 
 
