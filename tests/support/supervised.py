@@ -49,7 +49,7 @@ def supervise_forks(words: Sequence[str], log: Path, train: Callable[[Mapping[st
     ends = os.pipe()
     try:
         with pytest.MonkeyPatch.context() as patch, SupervisorLog(log, fd=ends[1]):
-            patch.setattr(loop, "Attempt", Forked)
+            patch.setattr(loop, "Child", Forked)
             policy = Policy(first_wait_s=0.0, disk_wait_s=0.0)
             run = OwnRun(["train.py"], [*words])
             return loop.Supervisor(run, policy, Interrupts(), wake_fd=ends[0], wandb_cleanup=None).run()
