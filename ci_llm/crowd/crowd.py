@@ -238,7 +238,7 @@ class Crowd(CrowdModel):
             prompts: a string or a chat (messages with "role" and "content"), or a list of them, worded as in training;
                 or a batch of tensors: `input_ids` [N, L], with `attention_mask` [N, L] where rows are padded.
             max_new_tokens: at most so many tokens per answer.
-            aggregator: a module of `ci_llm.crowd.aggregators`, such as probability, logit or rerank.
+            aggregator: one of `ci_llm.crowd.aggregators`, such as probability, logit or rerank.
             do_sample: draw tokens by `temperature`, `top_k` and `top_p`; otherwise, and with `temperature=0`, take
                 the most probable one.
             seed: the seed of sampling; None takes another one in each call.

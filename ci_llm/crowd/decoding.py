@@ -40,7 +40,7 @@ class Decoding:
     Args:
         max_new_tokens: at most so many tokens per text.
         ends: token ids that end a text; they are not part of it.
-        aggregator: a module of `ci_llm.crowd.aggregators`.
+        aggregator: one of `ci_llm.crowd.aggregators`.
         do_sample: draw tokens; otherwise take the most probable one.
         temperature, top_k, top_p, min_p: applied to the crowd's distribution, in this order, if `do_sample`.
         seed: the seed of sampling. Every prompt draws from its own generator, so that a sample does not depend on the

@@ -77,7 +77,7 @@ class Objective:
     """Next-token prediction: Σₖ Σₛ cross-entropy - weight·K·(diversity x S).
 
     Args:
-        diversity: a module of `ci_llm.crowd.diversity`: none or swd.
+        diversity: a form of `ci_llm.crowd.diversity`: none or swd.
         weight: the weight of the term; without effect for `none`.
         representation: the state that stands for a row in this distance: last_token, first_token or mean.
         seed: the seed of the directions.
