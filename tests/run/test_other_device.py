@@ -161,7 +161,7 @@ def test_a_gpu_is_deterministic_only_where_anything_else_is_an_error(mode: bool 
     """With `auto`, attention keeps its other backward pass and warns once."""
     run: Any = SimpleNamespace(
         crowd=SimpleNamespace(
-            device=torch.device("cuda:0"), agents=SimpleNamespace(pass_per_agent=False), shares_prompts=False
+            device=torch.device("cuda:0"), storage=SimpleNamespace(pass_per_agent=False), shares_prompts=False
         ),
         processes=SimpleNamespace(num_processes=1),
         config=Config(),

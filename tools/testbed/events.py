@@ -29,7 +29,12 @@ _LAST: list[Any] = [None]  # the batch of the last pass
 
 
 def new_rows(micro_batch: Any) -> list[int]:
-    """The rows of a pass that the pass of no other agent has read in the same micro-step; none of a layer's digest."""
+    """The rows of a pass that the pass of no other agent has read in the same micro-step; none of a layer's digest.
+
+    A single batch is one of an evaluation, and has none either.
+    """
+    if not isinstance(micro_batch, list):
+        return []
     new = [own.batch for own in micro_batch if own.batch is not _LAST[0]]
     _LAST[0] = micro_batch[-1].batch
     return [row for batch in new for row in batch.sample_ids if row >= 0]
