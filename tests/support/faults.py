@@ -151,8 +151,8 @@ def short_memory(fault: Fault) -> None:
 def out_of_memory(fault: Fault) -> None:
     """The forward pass of more than `amount` rows fails as a GPU's does."""
 
-    def strike(_crowd: Crowd, batch: batches.Batch) -> None:
-        if torch.is_grad_enabled() and batch.num_units > fault.amount and Now.strikes(fault):
+    def strike(_crowd: Crowd, rows: batches.MicroBatch) -> None:
+        if torch.is_grad_enabled() and batches.num_units(rows) > fault.amount and Now.strikes(fault):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     wrap(Crowd, "forward", strike)
