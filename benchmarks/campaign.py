@@ -245,10 +245,11 @@ def _note(kind: str, step: int) -> None:
 
 
 def _nan(_: Any) -> None:
-    def spoil(output: Any) -> Any:
-        factors = output.log_probs.new_ones(len(output.log_probs), 1)
+    def spoil(outputs: Any) -> Any:
+        first, *others = outputs
+        factors = first.log_probs.new_ones(len(first.log_probs), 1)
         factors[0] = float("nan")
-        return replace(output, log_probs=output.log_probs * factors)
+        return [replace(first, log_probs=first.log_probs * factors), *others]
 
     _at_next_forward(spoil)
 
