@@ -292,7 +292,7 @@ CAPS = {
     "files": 432,
     "integrations": 727,
     "logs": 997,
-    "lora": 1323,
+    "lora": 1324,
     "mirror": 978,
     "objectives": 286,
     "report": 1140,

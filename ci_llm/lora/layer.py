@@ -431,7 +431,8 @@ class AdaptedLinear(nn.Module):
         if not dropping:
             return None
         x = x.to(compute_dtype(x))
-        inputs = _joined([x[rows] for _, rows in dropping])
+        all_drop = sum(rows.stop - rows.start for _, rows in dropping) == len(x)
+        inputs = x if all_drop else _joined([x[rows] for _, rows in dropping])
         owners = [
             (k, (rows.stop - rows.start) // stack.size)
             for stack, rows in dropping
