@@ -219,12 +219,13 @@ class CrowdModel(nn.Module):
             yield rows
             return
         each = [Owned((k,), own.batch) for own in rows for k in own.agents]
-        self._shared = _Shared()
+        self._shared = shared = _Shared()
         try:
             for own in sorted(each, key=lambda own: own.agents):
                 yield [own]
         finally:
-            self._shared = None
+            if self._shared is shared:  # a pass that was given up may be forgotten after the next one has begun
+                self._shared = None
 
     def _output(self, agents: tuple[int, ...], batch: Batch, states: Tensor) -> CrowdOutput:
         """The output of n agents for their states [n, N, D]."""

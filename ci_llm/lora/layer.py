@@ -358,22 +358,22 @@ class AdaptedLinear(nn.Module):
         Raises:
             ModelError: the owners have another number of rows.
         """
-        reading = self.reading
+        reading, found = self.reading, list[tuple[Stack, slice]]()
+        each, rest = divmod(rows, max(len(reading.agents), 1))
+        if rest if reading.sizes is None else sum(reading.sizes) != rows:
+            raise ModelError(
+                f"{self.name} reads {rows:,} rows of {sum(reading.sizes or ()) or 'other'} tokens:"
+                " it is not known whose they are",
+                where="agents with rows of their own",
+                hint="name the layers to adapt by lora_target_modules, or let all agents train on the same rows",
+            )
         if reading.sizes is None:
-            agents = max(len(reading.agents), 1)
-            if rows % agents:
-                raise self._unknown_owners(rows)
-            each, start, found = rows // agents, 0, list[tuple[Stack, slice]]()
             for stack, place in self._stacks_of(reading.agents):
-                start = place * each
-                found.append((stack, slice(start, start + stack.size * each)))
+                found.append((stack, slice(place * each, (place + stack.size) * each)))
             return found
-        try:
-            owners = dict(reading.owners(rows))
-        except ValueError as error:
-            raise self._unknown_owners(rows) from error
-        places = ((self._stacks_of((agent,)), own) for agent, own in owners.items() if own.start < own.stop)
-        return [(stacks[0][0], own) for stacks, own in places if stacks]
+        for agent, own in reading.owners():
+            found += [(stack, own) for stack, _ in self._stacks_of((agent,))]
+        return found
 
     def whole(self, rows: int) -> Stack | None:
         """The only stack that reads an input of so many rows; None if there are several, or rows of their own."""
@@ -393,14 +393,6 @@ class AdaptedLinear(nn.Module):
                     found += [(stack.only(k), at) for at, k in enumerate(agents) if stack.first <= k < stack.end]
             self._at[key] = found
         return self._at[key]
-
-    def _unknown_owners(self, rows: int) -> ModelError:
-        return ModelError(
-            f"{self.name} reads {rows:,} rows of {sum(self.reading.sizes or ()) or 'other'} tokens:"
-            " it is not known whose they are",
-            where="agents with rows of their own",
-            hint="name the layers to adapt by lora_target_modules, or let all agents train on the same rows",
-        )
 
     def _at_rest(self, x: Tensor, weight: Any, dtype: torch.dtype) -> Tensor:
         """The fast forward pass for inference, for every token of a decoder: each operator and look-up counts."""

@@ -55,17 +55,12 @@ class Reading:
         finally:
             self.agents, self.sizes = before
 
-    def owners(self, tokens: int) -> Iterator[tuple[int, slice]]:
-        """Yield each owner with its tokens, of an input of so many.
-
-        Raises:
-            ValueError: the owners have another number of tokens.
-        """
-        sizes = self.sizes or (tokens // max(len(self.agents), 1),) * len(self.agents)
-        if self.sizes is not None and sum(sizes) != tokens:
-            raise ValueError(f"{tokens} of {sum(sizes)} tokens")
+    def owners(self) -> Iterator[tuple[int, slice]]:
+        """Yield each owner that has tokens, with their place, of owners with `sizes`."""
+        sizes = self.sizes or ()
         for agent, size, end in zip(self.agents, sizes, accumulate(sizes), strict=True):
-            yield agent, slice(end - size, end)
+            if size:
+                yield agent, slice(end - size, end)
 
 
 class Casts:

@@ -74,11 +74,13 @@ def test_a_launcher_asked_to_end_before_or_after_training_leaves_no_process(
 ) -> None:
     launcher, when = case
     seen, place, keys, step = MOMENTS[when]
-    with launch(launcher, tmp_path, hold_at(place), **keys) as child:
+    held = tmp_path / "held"
+    held.mkdir()
+    with launch(launcher, tmp_path, {**hold_at(place), "HOLD_TOLD": str(held)}, **keys) as child:
         child.read_until(seen)
+        ranks = 1 if step or "1 process" in launcher else 2  # before they load the base, all have begun
+        wait_until("the run waits", lambda: len([*held.iterdir()]) >= ranks)
         said = stop(child, tmp_path)
-    if step == 0 and launcher.endswith("for its one") and not (tmp_path / "run").exists():
-        return  # the processes that it starts itself were asked to end before they had begun
     status = read_status(tmp_path / "run")
     assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", step), said
     assert (tmp_path / "run" / f"checkpoint_step_{step}").is_dir() == (step > 0)

@@ -1,7 +1,8 @@
 """Makes a run wait at one place: a Python that runs this at its start waits there until the run is asked to stop.
 
 HOLD_AT=ci_llm.crowd.scoring:_score_batch names the function that waits before it does anything, HOLD_CALL=10 the first
-of its calls that does, the first one by default. A file at HOLD_UNTIL lets it continue as well.
+of its calls that does, the first one by default. A file at HOLD_UNTIL lets it continue as well. A process that waits
+leaves an empty file with its number in the folder HOLD_TOLD.
 """
 
 import importlib.util
@@ -21,6 +22,8 @@ def hold(module: ModuleType) -> None:
     def held(*args: Any, **kwargs: Any) -> Any:
         nonlocal left
         left -= 1
+        if left == 0 and (told := os.environ.get("HOLD_TOLD")):
+            open(os.path.join(told, str(os.getpid())), "x").close()
         while left <= 0 and not _may_continue():
             time.sleep(0.01)
         return original(*args, **kwargs)

@@ -29,11 +29,8 @@ def _read(files: Sequence[Path]) -> JsonRows:
     """The `json` builder of `datasets` takes the types of the first 10 MB for those of all rows: one number among later
     texts puts quotes around all of them, texts that look like dates become dates, and 4 beside 0.5 becomes 4.0."""
     stamps = tuple((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    content = {
-        "files": tuple(map(str, files)),
-        "stamps": stamps,
-        "version": _VERSION,
-    }  # each entry of a list is a shard
+    # Tuples: `datasets` takes each entry of a list for a shard.
+    content = {"files": tuple(map(str, files)), "stamps": stamps, "version": _VERSION}
     rows = Dataset.from_generator(_texts, features=_FEATURES, gen_kwargs=content)  # mapped, not held in memory
     new = rows.data.column("new").drop_null().to_pylist()
     return JsonRows(rows.select_columns([JsonRows.TEXT]), tuple(chain.from_iterable(map(json.loads, new))))
