@@ -46,7 +46,6 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CiLlmError, first_line
-from ci_llm.run.loop import compute_gradients
 from ci_llm.run.one_layer import fixed_batch, layer_digest
 
 Figures = dict[str, Any]
@@ -144,9 +143,9 @@ class Bench:
 
     def digest(self) -> Figures:
         """That of a layer, by which runs compare machines; computed twice, it should be the same."""
-        run: Any = Ours(self.qwen(), agents=2)
+        run = Ours(self.qwen(), agents=2)
         batch = fixed_batch(run.crowd, (128, 64), own_rows=False)
-        one, other = (layer_digest(run.crowd, batch, lambda b: compute_gradients(run, 0, b)) for _ in range(2))
+        one, other = (layer_digest(run.crowd, batch, partial(run.passes.compute_gradients, 0)) for _ in range(2))
         return {"what": f"{one}, {'the same twice' if one == other else f'then {other}'}"}
 
     def ours(self, base: PreTrainedModel, agents: int, *, pass_per_agent: bool) -> Figures:

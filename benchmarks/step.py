@@ -50,11 +50,11 @@ from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.processes import Processes
 from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.settings import LoraSettings
-from ci_llm.run.context import Prepared
-from ci_llm.run.end.watchdog import Heartbeat
-from ci_llm.run.loop import Sums, apply_gradients, compute_gradients, prepared
+from ci_llm.run.loop import apply_gradients, prepared
+from ci_llm.run.step.gradients import Passes, Sums
 from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.step.state import TrainState
+from ci_llm.run.trainer import Prepared
 
 K, RANK, ALPHA = 4, 16, 32
 LEARNING_RATE, MAX_NORM = 1e-4, 1.0
@@ -70,7 +70,7 @@ LOSSES_AGREE_TO = {"fp32": 1e-3, "bf16": 3e-2}  # of the first steps of a real b
 
 
 class Ours:
-    """One step as the training loop takes it; the attributes are what its functions read of a run."""
+    """One step as the training loop takes it; the attributes are what its functions read of a trainer."""
 
     def __init__(
         self, base: PreTrainedModel, layers: Layers = "all", agents: int = K, fast: Sequence[str] = PARTS
@@ -84,11 +84,13 @@ class Ours:
         self.crowd = Crowd(base, LoraSettings(num_agents=agents, rank=RANK, alpha=ALPHA, layers=layers), "random")
         self.crowd.choose_route()
         self.crowd.compute_fast(fast)
-        self.heartbeat = Heartbeat()
-        self.objective = Objective()
         optimizer = torch.optim.AdamW([{"params": [row]} for row in self.crowd.storage.rows], fused=True)
         before = Prepared(self.crowd, optimizer)
-        self.prepared = prepared(before, self.processes.accelerator, self.crowd, optimizer, None)
+        accelerator = self.processes.accelerator
+        self.prepared = prepared(before, accelerator, self.crowd, optimizer, None)
+        self.passes = Passes(
+            accelerator, self.prepared.model, self.crowd, Objective(), self.config.seed, loss_scale=None, tick=int
+        )
         for agent in self.crowd.agents:
             agent.training = Training(lambda _: LEARNING_RATE, 0.0, MAX_NORM, course=None)  # type: ignore[arg-type]
 
@@ -98,12 +100,12 @@ class Ours:
 
     def move(self, batch: Batch) -> Sums:
         """The step; what it returns is on the device, and not waited for."""
-        run: Any = self
-        sums = compute_gradients(run, self.state.step, [self.crowd.for_all(batch)])
+        trainer: Any = self
+        sums = self.passes.compute_gradients(self.state.step, [self.crowd.for_all(batch)])
         ballot = Ballot(num_targets=sums.num_targets, nonfinite=sums.nonfinite, sums=sums.sums)
         verdict = self.processes.agree(ballot)
         left_out = [k for k, nonfinite in enumerate(verdict.nonfinite) if nonfinite]
-        apply_gradients(run, self.state.step, verdict, left_out)
+        apply_gradients(trainer, self.state.step, verdict, left_out)
         self.state = self.state.advance(batch.num_rows, batch.num_tokens, left_out)
         return sums
 

@@ -21,8 +21,9 @@ from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
-from ci_llm.run.context import Run
+from ci_llm.run.attempt import RunAttempt
 from ci_llm.run.start.cost_model import Trace
+from ci_llm.run.trainer import Trainer
 
 TOY_STEPS = 2
 TOY_ROWS_ON_CPU = 16  # on a CPU the real number would fit, but take long
@@ -69,7 +70,8 @@ class CheckContext:
     eval_examples: EvaluationRows = field(init=False)  # template
     lengths: Lengths = field(init=False)  # measured once template has passed
     trace: Trace | None = None  # estimate, where the family can be traced
-    run: Run = field(init=False)  # model
+    trainer: Trainer = field(init=False)  # model
+    attempt: RunAttempt = field(init=False)  # model
     measured: Measured = field(default_factory=Measured)
     at_end: ExitStack = field(default_factory=ExitStack)
     program_bytes: int = field(default_factory=lambda: int(psutil.Process().memory_info().rss))

@@ -26,13 +26,16 @@ from ci_llm.data.units import Unit
 from ci_llm.dry_run.context import TOY_STEPS, CheckContext
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send
+from ci_llm.run.attempt import RunAttempt
+from ci_llm.run.boundary import contents_of
 from ci_llm.run.conclusion import conclude
-from ci_llm.run.context import Resources, Run
-from ci_llm.run.end.mirroring import RunMirror
-from ci_llm.run.loop import Batches, compute_gradients, steps, train
+from ci_llm.run.loop import Batches, steps, train
+from ci_llm.run.one_layer import measure
 from ci_llm.run.setup import assemble, build_crowd, set_determinism
 from ci_llm.run.start.loading import open_base, training_rows
 from ci_llm.run.start.resume import newest_source
+from ci_llm.run.step.step_metrics import StepMetrics
+from ci_llm.run.trainer import Trainer
 
 TERMINATED = "signal:SIGTERM"
 GENERATED_TOKENS = 8
@@ -49,25 +52,25 @@ def model(context: CheckContext) -> str:
     manager, log = context.open_run_folder(config)
     crowd = build_crowd(config, base, context.processes)
     crowd.prompter = Prompter(base.tokenizer, form_of(context.rows[0]))
-    mirror = RunMirror(config, manager, context.processes, context.interrupts)
-    resources = Resources(config, context.processes, context.interrupts, manager, mirror, log)
+    attempt = context.attempt = RunAttempt(config, context.processes, context.interrupts, manager, log)
     rows = training_rows(config, context.examples)
-    run = context.run = assemble(resources, base, crowd, rows, context.eval_examples, context.examples)
-    run.total_steps = TOY_STEPS  # of the two more that the schedule knows, for the interruption
+    trainer = context.trainer = assemble(config, attempt, base, crowd, rows, context.eval_examples, context.examples)
+    attempt.metrics = StepMetrics(trainer.state.names, crowd.device)
+    trainer.total_steps = TOY_STEPS  # of the two more that the schedule knows, for the interruption
     start = time.perf_counter()
-    run.measure(compute_gradients)
+    measure(trainer)
     took = f"the digest of a layer takes {duration(time.perf_counter() - start)}"
-    agents = f"{run.crowd.num_agents} agents of {short(run.crowd.storage.weights.shape[1])}"
-    return f"{short(parameters)} parameters, {agents}, rows {run.crowd.route}; {took}{_repeated(run)}"
+    agents = f"{trainer.crowd.num_agents} agents of {short(trainer.crowd.storage.weights.shape[1])}"
+    return f"{short(parameters)} parameters, {agents}, rows {trainer.crowd.route}; {took}{_repeated(trainer)}"
 
 
-def _repeated(run: Run) -> str:
+def _repeated(trainer: Trainer) -> str:
     """Compute the layer of the digest once more: other bits fail a run that has to be deterministic."""
-    first = run.checkpoint.bits["layer"]
-    run.measure(compute_gradients)
-    if run.config.deterministic is False or run.checkpoint.bits["layer"] == first:
+    first = trainer.checkpoint.bits["layer"]
+    measure(trainer)
+    if trainer.config.deterministic is False or trainer.checkpoint.bits["layer"] == first:
         return ""
-    if run.config.deterministic is True:
+    if trainer.config.deterministic is True:
         what = "the same layer computed twice gives other bits"
         raise ModelError(what, where="deterministic: true", hint="deterministic=auto runs without this")
     return "\ncomputed twice it gives other bits: a resumed run is state-exact here, and not bitwise"
@@ -75,12 +78,12 @@ def _repeated(run: Run) -> str:
 
 def two_steps(context: CheckContext) -> str:
     """Two optimizer steps: every loss is finite, and every agent moves."""
-    run = context.run
-    before = run.crowd.storage.weights.clone()
-    run.log.open(1)
-    _uninterrupted(train(run, steps(run)))
-    moved = (run.crowd.storage.weights != before).any(1).tolist()
-    losses, speed = run.processes.broadcast_object(_logged(run))
+    trainer = context.trainer
+    before = trainer.crowd.storage.weights.clone()
+    context.attempt.log.open(1)
+    _uninterrupted(train(trainer, context.attempt, steps(trainer)))
+    moved = (trainer.crowd.storage.weights != before).any(1).tolist()
+    losses, speed = trainer.processes.broadcast_object(_logged(trainer))
     if not all(moved) or not all(map(math.isfinite, losses)):
         raise CiLlmError(
             f"after two steps the losses are {losses}, and the agents moved: {moved}",
@@ -91,11 +94,11 @@ def two_steps(context: CheckContext) -> str:
     return f"loss {losses[0]:.3f}, then {losses[-1]:.3f}; {speed:,.0f} tokens/s"
 
 
-def _logged(run: Run) -> tuple[list[float], float]:
+def _logged(trainer: Trainer) -> tuple[list[float], float]:
     """The loss of every step and the tokens per second of the last one, from metrics.jsonl."""
-    if not run.processes.is_main_process:
+    if not trainer.processes.is_main_process:
         return [], 0.0
-    lines, _ = read_records(run.config.run_folder)
+    lines, _ = read_records(trainer.config.run_folder)
     return [number(line["train/task_loss"]) for line in lines], number(lines[-1]["tokens_per_s"])
 
 
@@ -106,22 +109,26 @@ def _uninterrupted(stop: str | None) -> None:
 
 def checkpoint(context: CheckContext) -> str:
     """The checkpoint of the last step holds every bit, and restores a run whose weights are lost."""
-    run = context.run
-    run.manager.wait_until_finished()
-    result = run.manager.last_result
+    trainer = context.trainer
+    context.attempt.manager.wait_until_finished()
+    result = context.attempt.manager.last_result
     if result is not None and not result.saved:
-        raise CheckpointError(result.note, where=str(run.config.run_folder), hint="give an output_dir on another disk")
-    wanted = _bits(run.contents())
-    run.crowd.storage.weights.fill_(math.nan)
-    for moments in run.optimizer.state.values():
+        raise CheckpointError(
+            result.note, where=str(trainer.config.run_folder), hint="give an output_dir on another disk"
+        )
+    wanted = _bits(contents_of(trainer, context.attempt)[0])
+    trainer.crowd.storage.weights.fill_(math.nan)
+    for moments in trainer.checkpoint.optimizer.state.values():
         for tensor in moments.values():
             tensor.zero_()
-    with run.processes.main_process_first():
-        source = newest_source(run.manager)
-    if source is None or source.step != run.state.step:
-        raise CheckpointError(f"the checkpoint of step {run.state.step} is not found again", where=str(context.scratch))
-    run.state = run.checkpoint.restore(source).state
-    _compare(wanted, _bits(run.contents()), str(source.folder))
+    with trainer.processes.main_process_first():
+        source = newest_source(context.attempt.manager)
+    if source is None or source.step != trainer.state.step:
+        raise CheckpointError(
+            f"the checkpoint of step {trainer.state.step} is not found again", where=str(context.scratch)
+        )
+    trainer.state = trainer.checkpoint.restore(source).state
+    _compare(wanted, _bits(contents_of(trainer, context.attempt)[0]), str(source.folder))
     if result is None:  # on every process but the one that writes
         return ""
     context.measured.checkpoint_bytes = result.nbytes
@@ -147,22 +154,22 @@ def _compare(wanted: Mapping[str, bytes], found: Mapping[str, bytes], where: str
 
 def interruption(context: CheckContext) -> str:
     """A SIGTERM in the middle of a step: the step is finished, saved, and read back."""
-    run = context.run
-    run.total_steps = TOY_STEPS + 2
+    trainer, attempt = context.trainer, context.attempt
+    trainer.total_steps = TOY_STEPS + 2
     with Interrupts(announce=lambda _: None) as own:
-        run.interrupts = own
-        stop = train(run, _terminated(context, steps(run)))
-        run.manager.wait_until_finished()
+        attempt.interrupts = own
+        stop = train(trainer, attempt, _terminated(context, steps(trainer)))
+        context.attempt.manager.wait_until_finished()
         took = time.monotonic() - (own.stop_requested_at or time.monotonic())
-    run.interrupts = context.interrupts
-    if stop != TERMINATED or run.state.step != TOY_STEPS + 1:
-        raise CiLlmError(f"a SIGTERM in step {TOY_STEPS + 1} stopped the run at step {run.state.step}: {stop}")
-    with run.processes.main_process_first():
-        source = newest_source(run.manager)
-    if source is None or source.step != run.state.step:
-        raise CheckpointError(f"step {run.state.step} was not saved after a SIGTERM", where=str(context.scratch))
-    _compare(_bits(run.contents()), _bits(source.checkpoint.state), str(source.folder))
-    return f"SIGTERM in step {run.state.step}: finished, saved and read back {duration(took)} later"
+    attempt.interrupts = context.interrupts
+    if stop != TERMINATED or trainer.state.step != TOY_STEPS + 1:
+        raise CiLlmError(f"a SIGTERM in step {TOY_STEPS + 1} stopped the run at step {trainer.state.step}: {stop}")
+    with trainer.processes.main_process_first():
+        source = newest_source(context.attempt.manager)
+    if source is None or source.step != trainer.state.step:
+        raise CheckpointError(f"step {trainer.state.step} was not saved after a SIGTERM", where=str(context.scratch))
+    _compare(_bits(contents_of(trainer, context.attempt)[0]), _bits(source.checkpoint.state), str(source.folder))
+    return f"SIGTERM in step {trainer.state.step}: finished, saved and read back {duration(took)} later"
 
 
 def _terminated(context: CheckContext, batches: Batches) -> Batches:
@@ -170,102 +177,110 @@ def _terminated(context: CheckContext, batches: Batches) -> Batches:
     for step, micro_batches in batches:
         if context.processes.is_main_process:
             send(os.getpid(), "SIGTERM")
-            context.run.interrupts.wait(10)
+            context.attempt.interrupts.wait(10)
         yield step, micro_batches
 
 
 def diversity(context: CheckContext) -> str:
     """The diversity term is zero for agents that are alike, positive for others, and has a finite gradient."""
-    run = context.run
-    if not isinstance(run.objective, Objective):
-        return f"none: objective {run.config.objective}"
-    examples = run.courses.each[0].rows
+    trainer = context.trainer
+    if not isinstance(trainer.objective, Objective):
+        return f"none: objective {trainer.config.objective}"
+    examples = trainer.courses.each[0].rows
     rows = [examples[number] for number in range(min(2, len(examples)))]
-    batch = pack(rows, range(len(rows))).to(run.crowd.device)
-    kept = run.crowd.storage.weights.clone()
-    generator = generator_for(run.config.seed, "dry run")
+    batch = pack(rows, range(len(rows))).to(trainer.crowd.device)
+    kept = trainer.crowd.storage.weights.clone()
+    generator = generator_for(trainer.config.seed, "dry run")
     noise = torch.randn(kept.shape, generator=generator).to(kept) * NOISE
     try:
-        alike, _ = _diversity_of(run, torch.zeros_like(noise), batch)  # agents of any shape are then the base itself
-        apart, gradient = _diversity_of(run, noise, batch)
+        alike, _ = _diversity_of(
+            trainer, torch.zeros_like(noise), batch
+        )  # agents of any shape are then the base itself
+        apart, gradient = _diversity_of(trainer, noise, batch)
     finally:
-        run.crowd.storage.weights.copy_(kept)
+        trainer.crowd.storage.weights.copy_(kept)
     if not (math.isfinite(gradient) and abs(alike) < 1e-3 < 1e3 and (apart > alike or len(kept) == 1)):
         raise CiLlmError(
-            f"diversity {run.objective.diversity}: {alike:.3g} of equal agents, {apart:.3g} of others,"
+            f"diversity {trainer.objective.diversity}: {alike:.3g} of equal agents, {apart:.3g} of others,"
             f" gradient {gradient:.3g}",
-            where=f"diversity: {run.config.diversity}",
+            where=f"diversity: {trainer.config.diversity}",
             hint="take diversity=none, or a wider mixed_precision",
         )
-    weight = "measured only" if run.config.diversity == "none" else f"weight {run.config.lambda_sw:g}"
-    return f"{run.config.diversity} ({weight}): {abs(alike):.1g} of equal agents, {apart:.3g} of different ones"
+    weight = "measured only" if trainer.config.diversity == "none" else f"weight {trainer.config.lambda_sw:g}"
+    return f"{trainer.config.diversity} ({weight}): {abs(alike):.1g} of equal agents, {apart:.3g} of different ones"
 
 
-def _diversity_of(run: Run, weights: Tensor, batch: Batch) -> tuple[float, float]:
+def _diversity_of(trainer: Trainer, weights: Tensor, batch: Batch) -> tuple[float, float]:
     """(the diversity term per target, the norm of the gradient of the whole loss) with these weights."""
-    run.crowd.storage.weights.copy_(weights)
-    run.crowd.storage.begin_step(0)
-    with run.processes.autocast():
-        loss = run.objective(run.crowd(batch), 0)
+    trainer.crowd.storage.weights.copy_(weights)
+    trainer.crowd.storage.begin_step(0)
+    with trainer.processes.autocast():
+        loss = trainer.objective(trainer.crowd(batch), 0)
     loss.total.backward()
-    return float(loss.diversity) / batch.num_targets, float(run.crowd.storage.gradients.norm())
+    return float(loss.diversity) / batch.num_targets, float(trainer.crowd.storage.gradients.norm())
 
 
 def generation(context: CheckContext) -> str:
     """The crowd generates, with its cache, the tokens that full passes of all agents and their aggregate choose."""
-    run = context.run
-    if run.crowd.settings.outputs:
-        return f"none: agents of objective {run.config.objective} have heads"
-    assert run.crowd.prompter is not None
-    examples = run.courses.each[0].rows
+    trainer = context.trainer
+    if trainer.crowd.settings.outputs:
+        return f"none: agents of objective {trainer.config.objective} have heads"
+    assert trainer.crowd.prompter is not None
+    examples = trainer.courses.each[0].rows
     asked = [examples[number] for number in range(min(2, len(examples)))]
     starts = [row.prompts[0] if isinstance(row, Unit) else last_answer(row).start for row in asked]
     prompts = [row.input_ids[:start].tolist() for row, start in zip(asked, starts, strict=True)]
-    how = run.config.aggregator
+    how = trainer.config.aggregator
     decoding = Decoding(max_new_tokens=GENERATED_TOKENS, aggregator="probability" if find_vote(how) else how)
-    with run.processes.autocast():
+    with trainer.processes.autocast():
         start = time.monotonic()
-        texts = run.crowd.generate_ids(prompts, decoding).crowd
+        texts = trainer.crowd.generate_ids(prompts, decoding).crowd
         took = time.monotonic() - start
-        gap = max(_regret(run, prompt, text) for prompt, text in zip(prompts, texts, strict=True))
-    if not gap <= _tolerance(run):
+        gap = max(_regret(trainer, prompt, text) for prompt, text in zip(prompts, texts, strict=True))
+    if not gap <= _tolerance(trainer):
         raise ModelError(
             f"generation chooses tokens that full passes find {gap:.2g} nats less likely than the best",
-            where=f"model_name: {run.config.model_name}",
+            where=f"model_name: {trainer.config.model_name}",
             hint="report this base; training is not concerned, set generation_eval_samples=0 to do without",
         )
-    shown = run.crowd.prompter.text(texts[0]).replace("\n", "⏎")
+    shown = trainer.crowd.prompter.text(texts[0]).replace("\n", "⏎")
     return f"{GENERATED_TOKENS} tokens x {len(prompts)} in {duration(took)}, as full passes choose them: {shown!r}"
 
 
 @torch.no_grad()
-def _regret(run: Run, prompt: list[int], text: list[int]) -> float:
+def _regret(trainer: Trainer, prompt: list[int], text: list[int]) -> float:
     """By how many nats a token of the text is, at worst, less likely than the likeliest one, in one full pass."""
-    batch = pack([continuation(prompt, text)], [0]).to(run.crowd.device)
-    run.crowd.eval()
-    logits = run.crowd.head.logits(run.crowd.states(batch)[:, batch.predict_from])
-    crowd = aggregate(logits.log_softmax(-1), run.config.aggregator)
+    batch = pack([continuation(prompt, text)], [0]).to(trainer.crowd.device)
+    trainer.crowd.eval()
+    logits = trainer.crowd.head.logits(trainer.crowd.states(batch)[:, batch.predict_from])
+    crowd = aggregate(logits.log_softmax(-1), trainer.config.aggregator)
     chosen = crowd.gather(-1, batch.targets[:, None]).squeeze(-1)
     return float((crowd.amax(-1) - chosen).max())
 
 
-def _tolerance(run: Run) -> float:
-    exact = run.config.mixed_precision == "no" and run.base.model.dtype in (torch.float32, torch.float64)
+def _tolerance(trainer: Trainer) -> float:
+    exact = trainer.config.mixed_precision == "no" and trainer.checkpoint.base.model.dtype in (
+        torch.float32,
+        torch.float64,
+    )
     return 1e-3 if exact else 0.2
 
 
 def conclusion(context: CheckContext) -> str:
     """The end of a run: agents and crowd are evaluated, and the final checkpoint and its evaluation are there."""
-    run = context.run
+    trainer = context.trainer
     start = time.monotonic()
-    scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
+    scores = trainer.evaluator.scores(trainer.state.step, trainer.micro_batch_size)
     middle = time.monotonic()
-    _uninterrupted(conclude(run)[0])
+    _uninterrupted(conclude(trainer, context.attempt)[0])
     end = time.monotonic()
     assert scores is not None
-    if run.processes.is_main_process:
-        load_checkpoint(run.config.run_folder / "final_checkpoint")
-    rows, questions = len(run.eval_rows), min(len(run.eval_rows), run.config.generation_eval_samples)
+    if trainer.processes.is_main_process:
+        load_checkpoint(trainer.config.run_folder / "final_checkpoint")
+    rows, questions = (
+        len(trainer.evaluator.rows),
+        min(len(trainer.evaluator.rows), trainer.config.generation_eval_samples),
+    )
     context.measured.row_evaluated_s = (middle - start) / rows
     context.measured.token_generated_s = max(0.0, end - middle - (middle - start)) / GENERATED_TOKENS
     done = f"{count(rows, 'row')} scored, {count(questions, 'answer')} generated"

@@ -16,10 +16,12 @@ from ci_llm.crowd.scoring import AnswerScores, Scores, best_agent, evaluation_re
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 from ci_llm.report.scores import rows_evaluated
-from ci_llm.run.context import Run
+from ci_llm.run.attempt import RunAttempt
+from ci_llm.run.boundary import note_evaluation
 from ci_llm.run.end.result import final_card, score_table
-from ci_llm.run.loop import note_evaluation
+from ci_llm.run.report import call_event
 from ci_llm.run.step import evaluation
+from ci_llm.run.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -49,56 +51,57 @@ def known_conclusion(folder: Path, step: int) -> dict[str, Any] | None:
     return None
 
 
-def conclude(run: Run) -> tuple[str | None, dict[str, Any]]:
+def conclude(trainer: Trainer, attempt: RunAttempt) -> tuple[str | None, dict[str, Any]]:
     """Evaluate agents and crowd, write the results and the final checkpoint.
 
     Returns:
         the reason if the run was interrupted meanwhile; else None, and `evaluation.json`.
     """
-    logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(run.eval_rows), run.eval_rows.trained_on)}")
-    is_known = run.state.validation.step == run.state.step  # early stopping ends a run after an evaluation
-    scores = run.last_scores if is_known else None
+    evaluator, state, rows = trainer.evaluator, trainer.state, trainer.evaluator.rows
+    logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(rows), rows.trained_on)}")
+    is_known = state.validation.step == state.step  # early stopping ends a run after an evaluation
+    scores = evaluator.last_scores if is_known else None
     if scores is None:
-        scores = run.evaluator.scores(run.state.step, run.micro_batch_size)
-    latest = {} if scores is None else evaluation.evaluation_metrics(scores, run.state.names)
+        scores = evaluator.scores(state.step, trainer.micro_batch_size)
+    latest = {} if scores is None else evaluation.evaluation_metrics(scores, state.names)
     if latest and not is_known:
-        note_evaluation(run, latest)
-        run.call_event("on_evaluate", metrics=latest)
-    with run.heartbeat.resting():
-        best = evaluation.result_of(run.config, run.state, run.manager, run.processes)
-    step = run.state.step if best is None else best.manifest.step
-    with nullcontext() if best is None else evaluation.weights_of(best, run.crowd):
+        note_evaluation(trainer, attempt, latest)
+        call_event(trainer, attempt, "on_evaluate", metrics=latest)
+    with trainer.heartbeat.resting():
+        best = evaluation.result_of(trainer.config, trainer.state, attempt.manager, trainer.processes)
+    step = state.step if best is None else best.manifest.step
+    with nullcontext() if best is None else evaluation.weights_of(best, trainer.crowd):
         if scores is not None and best is not None:
-            scores = run.evaluator.scores(step, run.micro_batch_size)
-        answers = run.evaluator.answers(step, run.micro_batch_size) if scores is not None else None
-        example = answers.example if answers is not None else run.evaluator.example(step)
+            scores = evaluator.scores(step, trainer.micro_batch_size)
+        answers = evaluator.answers(step, trainer.micro_batch_size) if scores is not None else None
+        example = answers.example if answers is not None else evaluator.example(step)
     has_answers = answers is not None
-    base = None if scores is None else run.evaluator.base(step, run.micro_batch_size, answers=has_answers)
-    stop = run.stop_vote.reason()
+    base = None if scores is None else evaluator.base(step, trainer.micro_batch_size, answers=has_answers)
+    stop = evaluator.vote.reason()
     if stop is not None or scores is None or base is None:
         return stop, {}
-    run.log.report_save(run.manager.last_result)
-    run.log.end_progress()
+    attempt.log.report_save(attempt.manager.last_result)
+    attempt.log.end_progress()
     if example is not None:
-        logger.info(evaluation.describe_example(example, run.evaluator.judged_by))
-    record = _record(run, step, scores, answers) | ({"base": base} if base else {})
-    _write_results(run, step, record)
-    run.log.track(run.state.step, latest | evaluation.result_metrics(record, run.state.names))
+        logger.info(evaluation.describe_example(example, evaluator.judged_by))
+    record = _record(trainer, attempt, step, scores, answers) | ({"base": base} if base else {})
+    _write_results(trainer, attempt, step, record)
+    attempt.log.track(state.step, latest | evaluation.result_metrics(record, state.names))
     return None, record
 
 
-def _write_results(run: Run, step: int, record: dict[str, Any]) -> None:
+def _write_results(trainer: Trainer, attempt: RunAttempt, step: int, record: dict[str, Any]) -> None:
     """The table for people, the final checkpoint with its model card, evaluation.json. A collective."""
-    logger.info(score_table(record, run.config.run_folder))
-    config = run.config
-    card = final_card(record, run.crowd, config.all_dataset_names, step)
-    with run.heartbeat.resting():
-        _require_written(run.manager, run.processes)
-        added = {"README.md": card.encode(), **run.checkpoint.agents_tokenizers()}
-        run.manager.finish(added, step=None if step == run.state.step else step)
-        _require_written(run.manager, run.processes)
-    if run.processes.is_main_process and run.manager.holds_lease():
-        write_json(config.run_folder / "evaluation.json", record, staging=run.manager.staging)
+    logger.info(score_table(record, trainer.config.run_folder))
+    config = trainer.config
+    card = final_card(record, trainer.crowd, config.all_dataset_names, step)
+    with trainer.heartbeat.resting():
+        _require_written(attempt.manager, trainer.processes)
+        added = {"README.md": card.encode(), **trainer.checkpoint.agents_tokenizers()}
+        attempt.manager.finish(added, step=None if step == trainer.state.step else step)
+        _require_written(attempt.manager, trainer.processes)
+    if trainer.processes.is_main_process and attempt.manager.holds_lease():
+        write_json(config.run_folder / "evaluation.json", record, staging=attempt.manager.staging)
 
 
 def _require_written(manager: CheckpointManager, processes: Processes) -> None:
@@ -118,26 +121,28 @@ def _require_written(manager: CheckpointManager, processes: Processes) -> None:
         ) from cause
 
 
-def _record(run: Run, step: int, scores: Scores, answers: AnswerScores | None) -> dict[str, Any]:
+def _record(
+    trainer: Trainer, attempt: RunAttempt, step: int, scores: Scores, answers: AnswerScores | None
+) -> dict[str, Any]:
     """The contents of evaluation.json: the scores of the step that is the result of the run, and the best step."""
-    config, rows, judged_by = run.present_config, run.eval_rows, run.evaluator.judged_by
+    config, rows, judged_by = trainer.present_config, trainer.evaluator.rows, trainer.evaluator.judged_by
     has_best = len(config.agents) > 1 and rows.are_common
     asked: dict[str, Any] = {"task": config.task, "aggregator": config.aggregator, "trained_on": rows.trained_on}
     return {
-        **evaluation_record(scores, answers, **asked, heads=bool(run.crowd.settings.outputs)),
+        **evaluation_record(scores, answers, **asked, heads=bool(trainer.crowd.settings.outputs)),
         "data": [part.rows.where for part in rows.sets],
         "judged_by": judged_by,
         "learning_rates": [own.learning_rate for own in config.each_agent],
         **evaluation.sets_record(scores, rows),
         **({"names": config.agent_names} if config.agents else {}),
         **({"best_agent": best_agent(scores, answers, judged_by)} if has_best else {}),
-        **({"folders": run.crowd.names} if run.state.members else {}),
+        **({"folders": trainer.crowd.names} if trainer.state.members else {}),
         **({"of_rows": rows_record(scores, answers)} if config.trial_steps else {}),  # a sweep compares them
-        **({"dropped": dropped} if (dropped := [*run.nonfinite.dropped(run.state.recovery)]) else {}),
+        **({"dropped": dropped} if (dropped := [*trainer.nonfinite.dropped(trainer.state.recovery)]) else {}),
         "step": step,
-        "last_step": run.state.step,
-        "agent_steps": run.state.agent_steps,
-        "stopped_early": run.state.step < run.total_steps,
-        "best": run.state.validation.record(),
-        "warning": run.status.current.warning,
+        "last_step": trainer.state.step,
+        "agent_steps": trainer.state.agent_steps,
+        "stopped_early": trainer.state.step < trainer.total_steps,
+        "best": trainer.state.validation.record(),
+        "warning": attempt.status.current.warning,
     }

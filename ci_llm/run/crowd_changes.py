@@ -24,76 +24,68 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.errors import BadInput
-from ci_llm.run.context import Run
+from ci_llm.run.attempt import RunAttempt
 from ci_llm.run.start.agent_settings import crowd_settings, objective_of, optimizer_groups, prepare_agents
 from ci_llm.run.start.loading import steps_of
 from ci_llm.run.start.resume import STOPPED
-from ci_llm.run.step.members import (
-    CrowdChange,
-    Members,
-    RecordFailure,
-    config_of,
-    decide,
-    read_waiting,
-)
+from ci_llm.run.step.members import CrowdChange, Members, config_of, decide, read_waiting
 from ci_llm.run.step.state import TrainState
+from ci_llm.run.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 
-def change_crowd(run: Run, verdict: Verdict) -> None:
+def change_crowd(trainer: Trainer, attempt: RunAttempt, verdict: Verdict) -> bool:
     """Make the changes of the crowd that are due after the step just taken; none after the last step.
 
     A collective if a change was asked for.
+
+    Returns:
+        whether the crowd is another one now.
     """
-    if run.is_finished:
-        return
+    if trainer.is_finished:
+        return False
     if verdict.request:
-        members = run.state.members or Members.configured(run.config)
-        dropped = {members.agents[k].number for k in run.nonfinite.dropped(run.state.recovery)}
-        take = partial(_take_requests, run.config, members, run.state.step, dropped, run.record_failure)
-        if changes := run.processes.on_main(lambda: take() if run.manager.holds_lease() else []):
-            run.state = replace(run.state, members=members.with_planned(changes))
-    make_due_changes(run)
+        members = trainer.state.members or Members.configured(trainer.config)
+        dropped = {members.agents[k].number for k in trainer.nonfinite.dropped(trainer.state.recovery)}
+        take = partial(_take_requests, attempt, members, trainer.state.step, dropped)
+        if changes := trainer.processes.on_main(lambda: take() if attempt.manager.holds_lease() else []):
+            trainer.state = replace(trainer.state, members=members.with_planned(changes))
+    before, step = trainer.state.members, trainer.state.step
+    after = before and before.after(step)
+    if before is None or after is None or after is before:
+        return False
+    kept = [before.folders.index(name) for name in after.folders]
+    attempt.manager.wait_until_copied()  # a save in flight still reads the storage that goes
+    keep_agents(trainer, after, kept)
+    attempt.metrics.keep_agents(kept)
+    attempt.learning.keep_agents(kept)
+    for change in after.made[len(before.made) :]:
+        logger.info(f"crowd     after step {step}: {change}; the crowd is {', '.join(after.folders)}")
+    return True
 
 
-def make_due_changes(run: Run) -> None:
-    """Make the changes that are planned for the steps taken."""
-    before = run.state.members
-    if before is None:
-        return
-    members = before.after(run.state.step)
-    if members is not before:
-        kept = [before.folders.index(name) for name in members.folders]
-        keep_agents(run, members, kept)
-        run.learning.keep_agents(kept)
-        run.batch_places = [run.batch_places[place] for place in kept]
-        for change in members.made[len(before.made) :]:
-            logger.info(f"crowd     after step {run.state.step}: {change}; the crowd is {', '.join(members.folders)}")
-
-
-def keep_agents(run: Run, members: Members, kept: Sequence[int]) -> None:
+def keep_agents(trainer: Trainer, members: Members, kept: Sequence[int]) -> None:
     """Continue with these members alone.
 
     Args:
         kept: the place of each in the crowd before.
     """
-    run.manager.wait_until_copied()  # a save in flight still reads the storage that goes
-    crowd, optimizer, config = run.crowd, run.optimizer, config_of(run.config, members)
-    run.checkpoint.stopped.update(_adapters_of({*crowd.names} - {*members.folders}, crowd))
-    moments = [optimizer.state.get(crowd.storage.rows[place], {}) for place in kept]
-    crowd.keep_agents(crowd_settings(run.config, members), kept, members.folders)
-    _prepare_members(crowd, run.config, run.checkpoint.rows, replace(run.state, members=members), run.total_steps)
-    _fill(optimizer, optimizer_groups(crowd), moments)
-    run.objective = objective_of(config, crowd)
-    run.eval_rows = run.eval_rows.of_agents(kept)
-    run.evaluator.rows, run.evaluator.objective = run.eval_rows, run.objective
-    run.last_good.keep_agents(crowd.storage.rows, kept)
-    run.step_metrics.keep_agents(kept)
-    run.state = run.state.with_members(members, kept)
+    crowd, checkpoint, config = trainer.crowd, trainer.checkpoint, config_of(trainer.config, members)
+    checkpoint.stopped.update(_adapters_of({*crowd.names} - {*members.folders}, crowd))
+    moments = [checkpoint.optimizer.state.get(crowd.storage.rows[place], {}) for place in kept]
+    crowd.keep_agents(crowd_settings(trainer.config, members), kept, members.folders)
+    state = trainer.state = trainer.state.with_members(members, kept)
+    _prepare_members(crowd, trainer.config, checkpoint.rows, state, trainer.total_steps)
+    _fill(checkpoint.optimizer, optimizer_groups(crowd), moments)
+    checkpoint.last_good.keep_agents(crowd.storage.rows, kept)
+    trainer.objective = objective_of(config, crowd)
+    trainer.evaluator.objective, trainer.evaluator.rows = trainer.objective, trainer.evaluator.rows.of_agents(kept)
+    places = trainer.prepared.places
+    trainer.prepared = replace(trainer.prepared, places=[places[place] for place in kept] if places else ())
 
 
-def return_to(run: Run, saved: TrainState) -> None:
+def return_to(trainer: Trainer, saved: TrainState) -> None:
     """Give the run the crowd, order and length of a checkpoint, before weights and moments are put in place.
 
     Args:
@@ -102,19 +94,19 @@ def return_to(run: Run, saved: TrainState) -> None:
     Raises:
         BadInput: the configuration no longer has the entry of an agent.
     """
-    run.state = replace(run.state, rows_per_step=saved.rows_per_step)
-    run.total_steps = steps_of(run.config, [*map(len, run.checkpoint.rows)], saved.rows_per_step)
+    trainer.state = replace(trainer.state, rows_per_step=saved.rows_per_step)
+    trainer.total_steps = steps_of(trainer.config, [*map(len, trainer.checkpoint.rows)], saved.rows_per_step)
     if saved.members is not None and saved.members.made:
         numbers = [each.number for each in saved.members.agents]
-        if max(numbers) >= run.crowd.num_agents:
+        if max(numbers) >= trainer.crowd.num_agents:
             raise BadInput(
-                f"a run that began with at least {max(numbers) + 1} agents resumes with {run.crowd.num_agents}",
+                f"a run that began with at least {max(numbers) + 1} agents resumes with {trainer.crowd.num_agents}",
                 where="agents, num_agents",
                 hint="leave the entry of an agent that was stopped where it was: the others have their place by it",
             )
-        keep_agents(run, saved.members, numbers)
+        keep_agents(trainer, saved.members, numbers)
     else:
-        _prepare_members(run.crowd, run.config, run.checkpoint.rows, run.state, run.total_steps)
+        _prepare_members(trainer.crowd, trainer.config, trainer.checkpoint.rows, trainer.state, trainer.total_steps)
 
 
 def _prepare_members(
@@ -148,17 +140,14 @@ def _adapters_of(leaving: Collection[str], crowd: Crowd) -> Iterator[tuple[str, 
         yield f"{STOPPED}{name}/adapter_config", files[f"{name}/adapter_config"]
 
 
-def _take_requests(
-    config: Config, members: Members, step: int, dropped: Collection[int], failure: RecordFailure
-) -> list[CrowdChange]:
+def _take_requests(attempt: RunAttempt, members: Members, step: int, dropped: Collection[int]) -> list[CrowdChange]:
     """On the main process: decide about the requests in the run's folder. They wait while the disk takes no record.
 
     Args:
         step: optimizer steps taken.
         dropped: numbers of the agents that take no steps any more.
-        failure: why requests waited before; the same reason is not told again.
     """
-    folder, decided = config.run_folder, []
+    folder, decided = attempt.config.run_folder, []
     for waiting in read_waiting(folder):
         request = replace(waiting, step=step)
         if request.refused is None:
@@ -169,10 +158,12 @@ def _take_requests(
     try:
         decide(folder, decided)  # before anything acts or is told
     except OSError as error:
-        if failure.failed(error.strerror or str(error)):
-            logger.warning(f"crowd     requests wait in {folder}: they cannot be put on record ({failure.reason})")
+        before, attempt.requests_wait = attempt.requests_wait, error.strerror or str(error)
+        if attempt.requests_wait != before:  # the same reason is told once
+            reason = f"they cannot be put on record ({attempt.requests_wait})"
+            logger.warning(f"crowd     requests wait in {folder}: {reason}")
         return []
-    failure.succeeded()
+    attempt.requests_wait = None
     for request in decided:
         if request.refused is not None:
             logger.warning(f"crowd     the request to stop agent{request.agent}: {request.refused}")

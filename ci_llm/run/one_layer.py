@@ -11,7 +11,7 @@ of `ci_llm/lora/kernels.py`. A part whose losses or gradients differ from those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -24,26 +24,89 @@ from torch.utils._pytree import tree_leaves
 from ci_llm.base.targets import layer_list, layer_numbers, text_model
 from ci_llm.checkpoints.manifest import digest
 from ci_llm.config import Config
+from ci_llm.config.own_keys import AUTO
 from ci_llm.core import determinism
 from ci_llm.core.memory import unless_out_of_memory
-from ci_llm.core.numerics import FAST, PLAIN
+from ci_llm.core.numerics import FAST, PLAIN, names, names_of_all
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.agent_rows import sampled
 from ci_llm.data.batches import MicroBatch, Owned, pack
 from ci_llm.data.courses import Courses
 from ci_llm.data.encoder import Example
 from ci_llm.distributed.processes import Processes
+from ci_llm.interrupts import Interrupts
 from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.passes import describe_error, distance, tolerance
 from ci_llm.lora.reading import compute_dtype
+from ci_llm.run import thread_trial
+from ci_llm.run.trainer import Trainer
 
 T = TypeVar("T")
+Train = Callable[[list[MicroBatch]], Any]  # what it returns has `sums`, a tensor
 
 MOST_TOKENS: Final = 512  # of the fixed rows: as many as show which kernels are taken
 WEIGHTS_UP_TO: Final = 0.05  # of the fixed agents: with B = 0 half of their products would be zero
 NOT_A_STEP: Final = -1  # keys what is drawn
 TRIAL_TOKENS: Final = 128  # of the rows of the trial
 TRIAL_TARGETS: Final = 8  # of a row: with a large vocabulary they are what costs
+
+
+def measure(trainer: Trainer, lengths: Sequence[int] = ()) -> None:
+    """Find the names and the digest that tell whether another machine computes the same bits. A collective.
+
+    Args:
+        lengths: the lengths of the fixed rows; by default those of the call before, or of the longest micro-batch.
+    """
+    crowd, bits, processes = trainer.crowd, trainer.checkpoint.bits, trainer.processes
+    lengths = [*lengths] or bits.get("layer", {}).get("lengths") or _lengths(trainer)
+    batch = fixed_batch(crowd, lengths, own_rows=trainer.courses.are_own)
+    found, _ = unless_out_of_memory(partial(layer_digest, crowd, batch, _train(trainer)))
+    processes.follow()  # a process that ran out of memory owes its peers the rest of their gathers
+    bits["kernels"] = kernels_of(trainer.config, crowd)
+    each = processes.gather_object((names(crowd.device, bits["kernels"]), found))
+    bits.update(names_of_all([own for own, _ in each]))
+    bits["layer"] = {"lengths": lengths, "digests": [digest for _, digest in each]}
+
+
+def choose_kernels(trainer: Trainer) -> list[str]:
+    """Try the fast kernels, unless plain ones are configured; returns lines for people. A collective."""
+    if trainer.config.kernels == PLAIN:
+        return []
+    own_rows = trainer.courses.are_own
+    return choose(trainer.crowd, _lengths(trainer), _train(trainer), trainer.processes, own_rows=own_rows)
+
+
+def choose_threads(trainer: Trainer, interrupts: Interrupts, recorded: Mapping[str, Any]) -> str | None:
+    """Set the CPU threads: the number given, that of the checkpoint, or by a trial. A collective.
+
+    Args:
+        recorded: the surroundings in the checkpoint that the run resumes from; {} for a fresh start.
+
+    Returns:
+        a line for people about a trial.
+    """
+    config, crowd, processes, threads = trainer.config, trainer.crowd, trainer.processes, trainer.config.cpu_threads
+    if crowd.device.type == "cpu" and threads == AUTO and recorded.get("processes") == processes.num_processes:
+        threads = recorded["threads"]
+    if threads != AUTO:
+        torch.set_num_threads(threads)
+        return None
+    lengths, base = _lengths(trainer), trainer.checkpoint.base.fingerprint
+    how = [kernels_of(config, crowd), crowd.storage.pass_per_agent, lengths, crowd.storage.sizes]
+    like = {**names(crowd.device)["machine"], "base": [base, config.mixed_precision], "how": how}
+    own_rows = trainer.courses.are_own
+    batch = fixed_batch(crowd, lengths, own_rows=own_rows, most_targets=thread_trial.TARGETS)
+    once = partial(layer_digest, crowd, batch, _train(trainer))
+    return thread_trial.choose_threads(once, like, processes, interrupts)
+
+
+def _train(trainer: Trainer) -> Train:
+    """Forward and backward as the run does it, and nothing that depends on the step."""
+    return partial(trainer.passes.of_fixed_rows().compute_gradients, NOT_A_STEP)
+
+
+def _lengths(trainer: Trainer) -> list[int]:
+    return longest_lengths(trainer.courses, trainer.micro_batch_size)
 
 
 def longest_lengths(courses: Courses, count: int) -> list[int]:
@@ -54,9 +117,6 @@ def longest_lengths(courses: Courses, count: int) -> list[int]:
         if sum(lengths) + min(length, MOST_TOKENS) <= MOST_TOKENS:
             lengths.append(min(length, MOST_TOKENS))
     return lengths
-
-
-Train = Callable[[list[MicroBatch]], Any]  # what it returns has `sums`, a tensor
 
 
 def layer_digest(crowd: Crowd, batch: MicroBatch, train: Train) -> str:

@@ -9,7 +9,6 @@ import logging
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +20,6 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
 from ci_llm.core.run_folder import OF_A_RUN, SWEEP
-from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
 from ci_llm.data.agent_rows import EvaluationRows
@@ -30,7 +28,7 @@ from ci_llm.data.sources import row_kind
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
-from ci_llm.run.context import Prepared, Resources, Run
+from ci_llm.run.attempt import RunAttempt
 from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.start import agent_settings, loading
 from ci_llm.run.start.cost_model import settle
@@ -40,7 +38,7 @@ from ci_llm.run.step.nonfinite import NonFiniteResponse
 from ci_llm.run.step.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
 from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.state import LastGood, TrainState, Validation
-from ci_llm.run.step.step_metrics import StepMetrics
+from ci_llm.run.trainer import Prepared, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +86,12 @@ def check_folder(folder: Path) -> None:
 
 
 def build(
-    resources: Resources,
+    config: Config,
+    attempt: RunAttempt,
     loaded: loading.Loaded | None = None,
     before: Config | None = None,
     given: Base | None = None,
-) -> Run:
+) -> Trainer:
     """Load, check and join everything a run needs, at step 0; logs what it found.
 
     Args:
@@ -103,7 +102,7 @@ def build(
     Raises:
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
-    config, processes = resources.config, resources.processes
+    processes = attempt.processes
     set_determinism(config)
     loaded = (loaded or loading.load(config, processes, before, given)).for_agents(config.num_agents)
     base, rows = loaded.base, loaded.rows
@@ -115,53 +114,45 @@ def build(
     crowd = build_crowd(config, base, processes)
     crowd.prompter = Prompter(base.tokenizer, loading.common_form(config, rows))
     loading.describe_rows(config, rows, eval_rows)
-    rows_to_train = loading.training_rows(config, rows)
-    resources = replace(resources, config=config)
-    return assemble(resources, base, crowd, rows_to_train, eval_rows, loaded.judged)
+    return assemble(config, attempt, base, crowd, loading.training_rows(config, rows), eval_rows, loaded.judged)
 
 
 def assemble(
-    resources: Resources,
+    config: Config,
+    attempt: RunAttempt,
     base: Base,
     crowd: Crowd,
     rows: Sequence[TokenizedRows],
     eval_rows: EvaluationRows,
     judged: Sequence[TokenizedRows] = (),
-) -> Run:
-    """The run at step 0, of parts that are ready; for `judged` see `Loaded`."""
-    config, processes, manager = resources.config, resources.processes, resources.manager
+) -> Trainer:
+    """The trainer at step 0, of parts that are ready; for `judged` see `Loaded`."""
+    processes, manager, heartbeat = attempt.processes, attempt.manager, Heartbeat()
     rows_per_step = config.rows_per_step(processes.num_processes)
     steps = loading.steps_of(config, [*map(len, rows)], rows_per_step)
     agent_settings.prepare_agents(crowd.agents, config, rows, rows_per_step, steps)
     optimizer = agent_settings.optimizer_of(config, crowd)
     manager.watch(optimizer)
-    last_good, heartbeat = LastGood(crowd.storage.rows, optimizer), Heartbeat()
+    last_good = LastGood(crowd.storage.rows, optimizer)
     memory = MemoryRelief(config, base, crowd, processes.num_processes)
-    vote = StopVote(processes, resources.interrupts, heartbeat)
     objective = agent_settings.objective_of(config, crowd)
-    evaluator = Evaluator(config, crowd, eval_rows, vote, memory)
+    evaluator = Evaluator(config, crowd, eval_rows, StopVote(processes, attempt.interrupts, heartbeat), memory)
     evaluator.objective, evaluator.judged = objective, [*{id(own): own for own in judged}.values()]
-    return Run(
-        **vars(resources),
-        base=base,
+    return Trainer(
+        config=config,
+        processes=processes,
         crowd=crowd,
         objective=objective,
-        optimizer=optimizer,
-        eval_rows=eval_rows,
-        status=RunStatus(config.run_folder, 0, is_main_process=False),
-        state=_first_state(config, rows_per_step),
-        total_steps=steps,
-        last_good=last_good,
-        nonfinite=_nonfinite_response(config, last_good, processes, manager),
-        memory=memory,
-        stop_vote=vote,
-        evaluator=evaluator,
+        prepared=Prepared(crowd, optimizer),
         checkpoint=RunCheckpoint(
             config, base, crowd, optimizer, rows, tokenizer_files(base.tokenizer), last_good, processes
         ),
+        state=_first_state(config, rows_per_step),
+        total_steps=steps,
+        nonfinite=_nonfinite_response(config, last_good, processes, manager),
+        memory=memory,
+        evaluator=evaluator,
         heartbeat=heartbeat,
-        step_metrics=StepMetrics(crowd.num_agents, crowd.device),
-        prepared=Prepared(crowd, optimizer),
     )
 
 

@@ -35,7 +35,7 @@ def test_a_run_under_ray_resumes_after_a_process_was_killed(tmp_path: Path) -> N
     words = arguments(max_train_steps=12, eval_steps="null", save_steps=4, global_batch_size=4, output_dir=run)
     with tempfile.TemporaryDirectory(prefix="ray") as short:  # the path of a socket has at most 107 bytes
         environment = {**ENVIRONMENT, "RAY_TMPDIR": short, "HOME": str(tmp_path)}
-        held = hold_at("ci_llm.run.loop:compute_gradients", call=10, until=killed)
+        held = hold_at("ci_llm.run.loop:agree_on_gradients", call=10, until=killed)
         with Child(*(sys.executable, RECIPE, *words), env={**environment, **held}) as child:
             wait_until_committed(run, 8)
             psutil.Process(read_status(run).pid).send_signal(signal.SIGKILL)

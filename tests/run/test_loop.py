@@ -12,11 +12,11 @@ import torch
 from ci_llm.agents.agent import Training
 from ci_llm.crowd.objective import Objective
 from ci_llm.distributed.ballot import Verdict
-from ci_llm.run.context import Prepared
 from ci_llm.run.loop import apply_gradients
 from ci_llm.run.step.nonfinite import HUGE, nonfinite_here
 from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.step.state import TrainState
+from ci_llm.run.trainer import Prepared
 from tests.lora.test_adapters import K, crowd_of, peft_twin
 from tests.support.peft_twins import peft_loss
 from tools.testbed.tiny import base, batch

@@ -30,11 +30,11 @@ from ci_llm.data.batches import Batch
 from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
 from ci_llm.distributed.processes import Processes
 from ci_llm.lora.settings import LoraSettings
-from ci_llm.run.context import Prepared
-from ci_llm.run.end.watchdog import Heartbeat
-from ci_llm.run.loop import apply_gradients, compute_gradients, prepared
+from ci_llm.run.loop import apply_gradients, prepared
+from ci_llm.run.step.gradients import Passes
 from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.step.state import TrainState
+from ci_llm.run.trainer import Prepared
 from tools.testbed.tiny import base, batch
 
 #: Forward and backward of a layer of a Llama, with adapters on its seven products and four packed rows of attention.
@@ -98,33 +98,32 @@ class Step:
     def __init__(self, *, agents: int = 2, layers: int = 2, dtype: torch.dtype | None = None) -> None:
         crowd = Crowd(base(dtype=torch.float32, layers=layers), LoraSettings(num_agents=agents, rank=2), "toy")
         recovery = RecoveryState(agents=(AgentRecovery(),) * agents)
-        self.run: Any = SimpleNamespace(
-            config=Config(),
+        processes = Processes(Config(mixed_precision="bf16" if dtype else "no"), launch=read_launch({}, []))
+        optimizer = torch.optim.AdamW([{"params": [row]} for row in crowd.storage.rows], fused=True)
+        before = Prepared(crowd, optimizer)
+        self.trainer: Any = SimpleNamespace(
             crowd=crowd,
-            objective=Objective(),
-            heartbeat=Heartbeat(),
-            processes=Processes(Config(mixed_precision="bf16" if dtype else "no"), launch=read_launch({}, [])),
+            processes=processes,
             state=TrainState(skipped=(0,) * agents, recovery=recovery),
-            optimizer=torch.optim.AdamW([{"params": [row]} for row in crowd.storage.rows], fused=True),
-            prepared=Prepared(crowd, None),
+            prepared=prepared(before, processes.accelerator, crowd, optimizer, None),
         )
+        accelerator, model = processes.accelerator, self.trainer.prepared.model
+        self.passes = Passes(accelerator, model, crowd, Objective(), seed=42, loss_scale=None, tick=lambda: None)
         for agent in crowd.agents:
             agent.training = Training(lambda _: 1e-3, 0.0, 1.0, course=None)  # type: ignore[arg-type]
-        optimizer = self.run.optimizer
-        self.run.prepared = prepared(self.run.prepared, self.run.processes.accelerator, crowd, optimizer, None)
 
     def take(self, number: int, rows: Batch, *watched: Any) -> Verdict:
         """One step; `watched` see what it does up to and after the ballot."""
         with ExitStack() as watching:
             for each in watched:
                 watching.enter_context(each)
-            sums = compute_gradients(self.run, number, [self.run.crowd.for_all(rows)])
+            sums = self.passes.compute_gradients(number, [self.passes.crowd.for_all(rows)])
             votes = encode(Ballot(num_targets=sums.num_targets, nonfinite=sums.nonfinite, sums=sums.sums))
-        verdict = decode(votes, self.run.crowd.num_agents, ())  # votes lie on the CPU
+        verdict = decode(votes, self.trainer.crowd.num_agents, ())  # votes lie on the CPU
         with ExitStack() as watching:
             for each in watched:
                 watching.enter_context(each)
-            apply_gradients(self.run, number, verdict, [])
+            apply_gradients(self.trainer, number, verdict, [])
         return verdict
 
 
@@ -170,6 +169,6 @@ def left_by_the_third(step: Step) -> list[int]:
 
 
 def _owned(step: Step) -> list[Tensor]:
-    crowd, optimizer = step.run.crowd, step.run.optimizer
+    crowd, optimizer = step.trainer.crowd, step.trainer.prepared.optimizer
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return [*crowd.parameters(), *crowd.buffers(), crowd.storage.weights, crowd.storage.gradients, *states]

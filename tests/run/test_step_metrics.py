@@ -20,7 +20,7 @@ STEPS = [  # targets; summed losses of two agents and of the diversity; gradient
 
 
 def after(*steps: tuple[int, list[float], list[float]], into: StepMetrics | None = None) -> StepMetrics:
-    counted = into or StepMetrics(2, CPU)
+    counted = into or StepMetrics(["agent0", "agent1"], CPU)
     for targets, sums, norms in steps:
         counted.add([targets] * 3, sums, torch.tensor(norms))
     return counted
@@ -46,14 +46,14 @@ def test_a_step_that_is_not_finite_for_an_agent_does_not_count_for_it() -> None:
 @pytest.mark.parametrize("cut", [1, 2])
 def test_a_checkpoint_in_the_middle_carries_the_sums_to_the_last_bit(cut: int) -> None:
     saved = json.loads(json.dumps(copy_info(after(*STEPS[:cut]).record())))
-    resumed = StepMetrics(2, CPU)
+    resumed = StepMetrics(["agent0", "agent1"], CPU)
     resumed.load(saved)
     assert after(*STEPS[cut:], into=resumed).means() == after(*STEPS).means()
 
 
 def test_a_step_that_left_an_agent_out_does_not_count_for_it() -> None:
     """A loss can be finite where the gradient is not, and so can a huge norm; neither may enter the means."""
-    interval = StepMetrics(2, torch.device("cpu"))
+    interval = StepMetrics(["agent0", "agent1"], torch.device("cpu"))
     interval.add([10] * 3, [10.0, 20.0, 0.0], torch.tensor([1.0, 2.0]))
     interval.add([10] * 3, [30.0, 90.0, 0.0], torch.tensor([3.0, 1e16]), left_out=(1,))
     means = interval.means()
@@ -62,7 +62,7 @@ def test_a_step_that_left_an_agent_out_does_not_count_for_it() -> None:
 
 
 def test_agents_with_rows_of_their_own_have_means_over_their_own_tokens() -> None:
-    interval = StepMetrics(2, CPU)
+    interval = StepMetrics(["agent0", "agent1"], CPU)
     interval.add([10, 30, 40], [10.0, 60.0, 0.0], torch.tensor([1.0, 2.0]))
     interval.add([20, 10, 30], [10.0, 20.0, 0.0], torch.tensor([1.0, 2.0]))
     means = interval.means()
@@ -75,7 +75,7 @@ NAMED = ("rewards/chosen", "rewards/rejected")
 def test_a_checkpoint_between_two_lines_holds_the_metrics_of_an_objective() -> None:
     metrics = after(*STEPS[:1])
     metrics.add_named(NAMED, [(6.0, 2.0, -1.0, 1.0), (4.0, 2.0, 0.0, 1.0)])
-    loaded = StepMetrics(2, CPU)
+    loaded = StepMetrics(["agent0", "agent1"], CPU)
     loaded.load(json.loads(json.dumps(copy_info(metrics.record()))))
     for each in (metrics, loaded):
         each.add_named(NAMED, [(0.0, 1.0, -2.0, 2.0), (1.0, 1.0, 9.0, 1.0)])

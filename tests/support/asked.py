@@ -14,7 +14,7 @@ from tools.testbed.moments import interfere
 from tools.testbed.trials import Cell, Trials, train_watched
 
 #: Called once per step, before its ballot, in a run that neither repeats a step nor skips one.
-IN_A_STEP = "ci_llm.run.loop.compute_gradients"
+IN_A_STEP = "ci_llm.run.loop.agree_on_gradients"
 
 
 def complete(trials: Trials, cell: Cell, **keys: Any) -> Path:

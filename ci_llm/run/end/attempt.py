@@ -41,7 +41,7 @@ class Attempt:
 
     Args:
         manager: of the checkpoints in the folder; it holds the lease.
-        log: of a run. A sweep has none: what there is to say, its runs say.
+        log: of a run (`RunAttempt`). A sweep has none: what there is to say, its runs say.
 
     Attributes:
         processes: those that take part, from its beginning on.

@@ -58,6 +58,9 @@ class TrainerControl:
 class Callbacks:
     """The callbacks of one run.
 
+    Attributes:
+        may_stop: whether those of any process may ask for a stop after any step, so that all vote there too.
+
     Args:
         callbacks: objects with methods named after events.
 
@@ -70,7 +73,7 @@ class Callbacks:
         if not isinstance(callbacks, Iterable):
             what = f"callbacks is a {type(callbacks).__name__}, but takes a list"
             raise ConfigError(what, where=_WHERE, hint="write brackets around a single one: callbacks=[it]")
-        self._callbacks = tuple(callbacks)
+        self._callbacks, self.may_stop = tuple(callbacks), False
         for callback in self._callbacks:
             _check(callback)
         found = {event: [getattr(callback, event, None) for callback in self._callbacks] for event in EVENTS}

@@ -200,6 +200,7 @@ class Evaluator:
         at_most: the most rows at a time; None: as many as the configuration asks for.
         objective: judges pairs and rated rows.
         judged: sets of pairs or rated rows; all agents judge all sets.
+        last_scores: those of the last evaluation in the middle of the run; None: this attempt has made none.
         note: called with fields of status.json before and after an evaluation, so that the attempt after a kill
             evaluates fewer rows at a time.
     """
@@ -213,7 +214,8 @@ class Evaluator:
         self, config: Config, crowd: Crowd, rows: EvaluationRows, vote: StopVote, memory: MemoryRelief
     ) -> None:
         self._config, self._crowd, self.rows = config, crowd, rows
-        self._vote, self._memory = vote, memory
+        self.vote, self._memory = vote, memory
+        self.last_scores: Scores | None = None
 
     def scores(self, step: int, micro_batch_size: int) -> Scores | None:
         """Scores by teacher forcing; None if a stop was asked for. A collective.
@@ -382,12 +384,12 @@ class Evaluator:
 
         Plain kernels compute them: scores and answers are those of the saved crowd, to the last digit.
         """
-        processes = self._vote.processes
+        processes = self.vote.processes
         size = min(batch_size, -(-count // processes.num_processes), self.at_most or batch_size)
         while True:
             self.note(phase="evaluation", evaluation_batch_size=size)
             with working(what, count, "rows") as shown:
-                rounds = Rounds(self._vote, count, size, shown.advance_to)
+                rounds = Rounds(self.vote, count, size, shown.advance_to)
                 with processes.autocast(), self._crowd.plain():
                     own, complaint = unless_out_of_memory(partial(work, rounds))
                 rounds.end(out_of_memory=complaint is not None)

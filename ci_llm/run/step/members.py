@@ -175,22 +175,6 @@ class CrowdRequest:
         return CrowdChange(self.step, self.agent)
 
 
-@dataclass
-class RecordFailure:
-    """Why the disk takes no decisions at present; None if it takes them."""
-
-    reason: str | None = None
-
-    def failed(self, reason: str) -> bool:
-        """Note why the disk took no decision; returns whether the reason differs from that of the step before."""
-        before, self.reason = self.reason, reason
-        return reason != before
-
-    def succeeded(self) -> None:
-        """Note that the disk took a decision."""
-        self.reason = None
-
-
 def ask(run_folder: Path, agent: int) -> CrowdRequest:
     """Leave a request to stop an agent for the run in this folder.
 

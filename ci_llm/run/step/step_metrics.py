@@ -41,12 +41,12 @@ class StepMetrics:
     run. The speed is that of the present attempt.
 
     Args:
-        num_agents: K.
+        names: of the agents.
         device: the device of the gradient norms. They are added up there, because reading them would wait for it.
     """
 
-    def __init__(self, num_agents: int, device: torch.device) -> None:
-        self._names, self._device = [f"agent{k}" for k in range(num_agents)], device
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self._names, self._device = [*names], device
         self.restart()
 
     def restart(self) -> None:

@@ -1,0 +1,66 @@
+"""The vote on a step: each process computes its gradients, and ONE ballot says what all have to know before any moves.
+
+Backward communicates nothing, because a reduction there would leave the peers of a process that ran out of memory
+waiting. Such a process says so in its ballot, and all repeat the step in smaller parts (out_of_memory.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from ci_llm.core.memory import unless_out_of_memory
+from ci_llm.data.batches import MicroBatch
+from ci_llm.distributed.ballot import Ballot, Verdict
+from ci_llm.run.attempt import RunAttempt
+from ci_llm.run.one_layer import measure
+from ci_llm.run.step.gradients import Sums, num_sums
+from ci_llm.run.step.members import is_waiting
+from ci_llm.run.step.out_of_memory import in_parts
+from ci_llm.run.step.whole_step import WholeStep
+from ci_llm.run.trainer import Trainer
+
+
+def agree_on_gradients(trainer: Trainer, attempt: RunAttempt, step: int, micro_batches: list[MicroBatch]) -> Verdict:
+    """Compute this process's gradients of the step and vote on them; repeat it in smaller parts where memory ran out.
+
+    Raises:
+        OutOfMemory: on every process, when the parts cannot be made smaller.
+    """
+    save_wanted = False
+    while True:
+        parts = in_parts(trainer.courses, micro_batches, trainer.micro_batch_size)
+        objective, complaint = _whole_step(trainer, step, parts).objective(trainer.objective)
+        if objective is not None:
+            passes = replace(trainer.passes, objective=objective)
+            sums, complaint = unless_out_of_memory(partial(passes.compute_gradients, step, parts))
+            save_wanted |= attempt.interrupts.take_save_request()
+            verdict = trainer.processes.agree(_ballot(trainer, attempt, step, sums, save_wanted))
+            if not verdict.out_of_memory:
+                return verdict
+        one_pass = not trainer.crowd.storage.pass_per_agent
+        trainer.state = trainer.memory.relieve(trainer.state, complaint)
+        if one_pass and trainer.crowd.storage.pass_per_agent:
+            measure(trainer)  # the steps have other bits from here on
+        attempt.status.update(micro_batch_size=trainer.micro_batch_size)
+
+
+def _whole_step(trainer: Trainer, step: int, micro_batches: list[MicroBatch]) -> WholeStep:
+    """The step as a whole, for objectives that need it."""
+    config, processes = trainer.config, trainer.processes
+    given = trainer.courses, config.max_seq_length, config.seed, trainer.heartbeat.tick
+    return WholeStep(step, micro_batches, trainer.crowd, processes, *given)
+
+
+def _ballot(trainer: Trainer, attempt: RunAttempt, step: int, sums: Sums | None, save_wanted: bool) -> Ballot:
+    """The ballot of this process about the step; None as sums: it ran out of memory."""
+    agents, is_main = trainer.crowd.num_agents, trainer.processes.is_main_process
+    return Ballot(
+        num_targets=sums.num_targets if sums else 0,
+        nonfinite=sums.nonfinite if sums else [False] * agents,
+        sums=sums.sums if sums else [0.0] * num_sums(agents, trainer.objective),
+        out_of_memory=sums is None,
+        stop=attempt.interrupts.stop_reason,
+        save=save_wanted or (is_main and attempt.manager.should_save(step + 1)),
+        request=is_main and is_waiting(trainer.config.run_folder),
+    )

@@ -1,0 +1,66 @@
+"""What a run does between two steps, where it is due: a checkpoint, an evaluation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ci_llm.run.attempt import RunAttempt
+from ci_llm.run.report import call_event
+from ci_llm.run.step import evaluation
+from ci_llm.run.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def contents_of(
+    trainer: Trainer, attempt: RunAttempt, generators: Sequence[dict[str, Any] | None] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The contents of a checkpoint of the present step, and the information for its manifest.
+
+    Args:
+        generators: see `RunCheckpoint.contents`.
+    """
+    contents = trainer.contents(attempt.log.tracker_state(), generators)
+    return contents, trainer.info | attempt.metrics.record()
+
+
+def save(trainer: Trainer, attempt: RunAttempt) -> None:
+    """Begin a checkpoint of where the run stands. A collective."""
+    manager, step = attempt.manager, trainer.state.step
+    logger.debug("step %d: save begins; the one before: %s", step, manager.last_result)
+    contents, info = contents_of(trainer, attempt)
+    with trainer.heartbeat.resting():  # a slow disk is no hang
+        manager.save(step, contents, force=True, info=info, keep={*trainer.kept_steps, *attempt.mirror.sending})
+    call_event(trainer, attempt, "on_save")
+
+
+def evaluate(trainer: Trainer, attempt: RunAttempt) -> str | None:
+    """Score agents and crowd in the middle of a run; returns the reason of a stop that was asked for meanwhile."""
+    evaluator, step = trainer.evaluator, trainer.state.step
+    with attempt.metrics.paused():
+        scores = evaluator.scores(step, trainer.micro_batch_size)
+    if scores is not None:
+        metrics = evaluation.evaluation_metrics(scores, trainer.state.names)
+        attempt.log.metrics(step, metrics)
+        note_evaluation(trainer, attempt, metrics)
+        evaluator.last_scores = scores
+        line = evaluation.describe_scores(step, scores, evaluator.judged_by)
+        logger.info(f"{line}{trainer.state.best_note}")
+        with attempt.metrics.paused():
+            example = evaluator.example(step)
+        if example is not None:
+            logger.info(evaluation.describe_example(example, evaluator.judged_by))
+        call_event(trainer, attempt, "on_evaluate", metrics=metrics)
+        if trainer.is_finished:
+            logger.info(f"early stopping after step {step}: {trainer.state.validation.described()}")
+    return evaluator.vote.reason()
+
+
+def note_evaluation(trainer: Trainer, attempt: RunAttempt, metrics: Mapping[str, Any]) -> None:
+    """Decide by the evaluation after the present step which step is best. A collective."""
+    validation = evaluation.validation_after(trainer.state, metrics, trainer.processes)
+    trainer.state = replace(trainer.state, validation=validation)
+    attempt.status.update(best_step=validation.best_step)

@@ -1,0 +1,135 @@
+"""What an attempt tells of its steps: to people, in metrics, and to callbacks. Nothing here changes the training."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from ci_llm.cluster.deadline import STOPPED_BY_CALLBACK, Pace
+from ci_llm.core.quantities import count
+from ci_llm.distributed.ballot import StepSums, Verdict
+from ci_llm.logs.progress import Position
+from ci_llm.run.attempt import RunAttempt
+from ci_llm.run.end.result import MORE_STEPS
+from ci_llm.run.step.callbacks import Event, TrainerState
+from ci_llm.run.step.nonfinite import Findings, recovery_metrics
+from ci_llm.run.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def report(trainer: Trainer, attempt: RunAttempt, verdict: Verdict, findings: Findings, norms: Tensor) -> None:
+    """Show how far the run is; write a line of metrics every `logging_steps`, with means since the line before.
+
+    Args:
+        norms: [K] the gradient norm of every agent in the step just taken.
+    """
+    state, step, metrics = trainer.state, trainer.state.step, attempt.metrics
+    sums = StepSums.unpack(verdict.sums, trainer.crowd.num_agents)
+    losses = [total / max(count, 1) for total, count in zip(sums.losses, sums.targets, strict=True)]
+    metrics.count(findings.tokens)
+    attempt.status.update(agent_steps=state.agent_steps)
+    logger.debug("step %d: losses %s, %d tokens, left out %s", step, losses, findings.tokens, findings.left_out)
+    attempt.log.progress(position(trainer, [] if findings.bad_batch else losses))
+    attempt.log.report_save(attempt.manager.last_result)
+    if not findings.bad_batch:  # else nothing was trained on
+        attempt.learning.count(losses)
+        totals = (*sums.losses, sums.diversity)
+        metrics.add((*sums.targets, verdict.num_targets), totals, norms, findings.left_out)
+        metrics.add_named(trainer.objective.metric_names, sums.metrics, findings.left_out)
+    if step % trainer.config.logging_steps and step != trainer.total_steps:
+        return
+    if not findings.bad_batch:
+        attempt.learning.look(norms.tolist())
+    attempt.learning.report(attempt.status, trainer.present_config.learning_rates)
+    line = _rates_and_epochs(trainer) | metrics.means() | recovery_metrics(state, trainer.config.batch_size)
+    line |= memory_in_use(trainer.crowd.device) | metrics.speed() | attempt.mirror.metrics()
+    attempt.log.metrics(step, line)
+    metrics.restart()
+    call_event(trainer, attempt, "on_log", logs=line)
+
+
+def _rates_and_epochs(trainer: Trainer) -> dict[str, Any]:
+    """Epoch, agent-steps and learning rate; of each agent where they differ."""
+    state, courses, agents = trainer.state, trainer.courses, trainer.crowd.agents
+    line: dict[str, Any] = {
+        "epoch": courses.epoch(state.step),
+        "agent_steps": state.agent_steps,
+        "train/learning_rate": trainer.last_learning_rate,
+    }
+    if trainer.present_config.agents:
+        for agent in agents:
+            rate = agent.training.learning_rate(state.step - 1) * state.recovery.lr_factor(agent.place)
+            line[f"train/{agent.name}/learning_rate"] = rate
+    if courses.are_own:
+        epochs = zip(agents, courses.epochs(state.step), strict=True)
+        line |= {f"train/{agent.name}/epoch": epoch for agent, epoch in epochs}
+    return line
+
+
+def memory_in_use(device: torch.device) -> dict[str, int]:
+    """Bytes of this process: resident, and on a GPU the peak that its tensors reached."""
+    figures = {"memory/resident_bytes": psutil.Process().memory_info().rss}
+    if device.type == "cuda":
+        figures["memory/cuda_peak_bytes"] = torch.cuda.max_memory_allocated(device)
+    return figures
+
+
+def call_event(trainer: Trainer, attempt: RunAttempt, event: Event, **values: Mapping[str, Any]) -> None:
+    """Call the callbacks of an event. If one of them asks for a stop, the next vote tells all processes."""
+    if attempt.callbacks:
+        step, is_main = trainer.state.step, trainer.processes.is_main_process
+        state = TrainerState(step, trainer.total_steps, trainer.courses.epoch(step), is_main)
+        with trainer.heartbeat.resting():
+            if attempt.callbacks.call_event(event, trainer.config, state, values) and not trainer.is_finished:
+                attempt.interrupts.request_stop(STOPPED_BY_CALLBACK)
+
+
+def position(trainer: Trainer, losses: Sequence[float] = ()) -> Position:
+    """The position of the run; `losses` are those of the step just taken."""
+    state = trainer.state
+    rate = trainer.last_learning_rate if state.step else None
+    done = state.tokens_seen, trainer.courses.epoch(state.step)
+    return Position(state.step, trainer.total_steps, losses, *done, rate, state.names)
+
+
+def outlook(trainer: Trainer) -> Iterator[str]:
+    """Lines about what a step consists of, how long the run is, and how its crowd will change."""
+    steps, rows, processes = trainer.total_steps, trainer.state.rows_per_step, trainer.processes.num_processes
+    passes = math.ceil(rows / processes / trainer.micro_batch_size)
+    epochs = ", ".join(f"{plan.epoch(steps):.3g}" for plan in trainer.courses.plans)
+    of_each = " of each agent" if "," in epochs else ""
+    yield (
+        f"batch     {count(rows, 'row')} per step{of_each}: {processes} process(es)"
+        f" x {passes} micro-step(s) of at most {trainer.micro_batch_size}; {count(steps, 'step')}, {epochs} epochs"
+    )
+    config = trainer.present_config
+    kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in config.each_agent))
+    optimizer = type(trainer.checkpoint.optimizer).__name__
+    yield f"optimizer {optimizer}, learning_rate {config.learning_rates}, {kinds}"
+    for change in trainer.state.members.planned if trainer.state.members else ():
+        yield f"          crowd: after step {change.step} of {steps}, {change}"
+
+
+def describe_stop(trainer: Trainer, pace: Pace) -> str:
+    """What a request to stop does now. If the step under way has voted already, one more step follows."""
+    if pace.step_started is not None:
+        return f"finishing step {trainer.state.step + 1}, then saving and leaving"
+    if trainer.state.step == 0:
+        return "leaving before the first step"
+    return f"step {trainer.state.step} is done; saving and leaving"
+
+
+def keys_to_go_on(trainer: Trainer) -> dict[str, str | None]:
+    """The keys to change, so that a run which is over trains on; None: the key is left out."""
+    changes: dict[str, str | None] = {}
+    if trainer.is_out_of_patience:
+        more = trainer.state.validation.without_better + (trainer.config.early_stopping_patience or 0)
+        changes["early_stopping_patience"] = str(more)
+    return changes if trainer.state.step < trainer.total_steps else {**changes, **MORE_STEPS}

@@ -1,0 +1,149 @@
+"""`Trainer`: what trains the agents of a run, and the state that moves with every step.
+
+`setup.py` joins its parts. What an attempt does beside training (checkpoints, log, mirror, signals) is the `Attempt`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from ci_llm.agents.agent import courses_of
+from ci_llm.config import Config
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.preferences import TrainedObjective
+from ci_llm.data.courses import Courses
+from ci_llm.distributed.processes import Processes
+from ci_llm.run.end.watchdog import Heartbeat
+from ci_llm.run.start.resume import RunCheckpoint
+from ci_llm.run.step.evaluation import Evaluator, kept_steps
+from ci_llm.run.step.gradients import Passes
+from ci_llm.run.step.members import config_of
+from ci_llm.run.step.nonfinite import NonFiniteResponse
+from ci_llm.run.step.out_of_memory import MemoryRelief
+from ci_llm.run.step.state import TrainState
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What Accelerate has prepared for the loop; before that, the crowd and the optimizer themselves.
+
+    Attributes:
+        model: the crowd; on several processes a DistributedDataParallel around it.
+        optimizer: moves the agents.
+        loader: the micro-batches of this process.
+        places: for each agent its place in these micro-batches.
+    """
+
+    model: torch.nn.Module
+    optimizer: Any
+    loader: Any = None
+    places: Sequence[int] = ()
+
+
+@dataclass
+class Trainer:
+    """What trains the agents of a run.
+
+    `state` moves with every step. Length, order and schedule follow from the checkpoint that the run resumes from.
+    Objective and evaluation follow the crowd when it changes. The other parts stay.
+
+    Attributes:
+        prepared: crowd and optimizer as the loop takes them.
+        checkpoint: collects what a checkpoint holds, and restores it; it has base, optimizer and rows.
+        nonfinite: responds to numbers that are not finite.
+        memory: responds where memory runs out.
+    """
+
+    config: Config
+    processes: Processes
+    crowd: Crowd
+    objective: TrainedObjective
+    prepared: Prepared
+    checkpoint: RunCheckpoint
+    state: TrainState
+    total_steps: int
+    nonfinite: NonFiniteResponse
+    memory: MemoryRelief
+    evaluator: Evaluator
+    heartbeat: Heartbeat
+
+    @property
+    def courses(self) -> Courses:
+        """The rows of the agents that stand in the crowd now, in their order; `checkpoint.rows` has the first ones."""
+        return courses_of(self.crowd.agents)
+
+    @property
+    def present_config(self) -> Config:
+        """The configuration with the agents that stand in the crowd now."""
+        return config_of(self.config, self.state.members)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows per process and micro-step: as configured, or fewer where memory or the supervisor asks for it."""
+        return self.state.recovery.limit(self.config.batch_size)
+
+    @property
+    def passes(self) -> Passes:
+        """The passes of a step, forward and backward."""
+        accelerator, scale = self.processes.accelerator, self.state.loss_scale
+        return Passes(
+            accelerator,
+            self.prepared.model,
+            self.crowd,
+            self.objective,
+            self.config.seed,
+            scale,
+            self.heartbeat.tick,
+        )
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The position of the run, for the manifest of a checkpoint."""
+        return self.checkpoint.info(self.state, self.courses.epoch(self.state.step))
+
+    def contents(self, trackers: Mapping[str, str], generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
+        """The contents of a checkpoint of the present step; for the arguments see `RunCheckpoint.contents`."""
+        rate = self.last_learning_rate if self.state.step else self.learning_rate(0)
+        return self.checkpoint.contents(self.state, rate, trackers, generators)
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a 0-based step before any factor; the mean if agents have different ones."""
+        rates = [agent.training.learning_rate(step) for agent in self.crowd.agents]
+        return rates[0] if len({*rates}) == 1 else fmean(rates)
+
+    @property
+    def last_learning_rate(self) -> float:
+        """The learning rate of the step just taken, times the factor that the supervisor asks for."""
+        return self.learning_rate(self.state.step - 1) * self.state.recovery.requested_lr_factor
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no step is left: the last one is taken, or patience with the evaluations has run out."""
+        return self.is_out_of_patience or self.state.step >= self.total_steps
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        """Whether early stopping ends the run here."""
+        patience = self.config.early_stopping_patience
+        return patience is not None and self.state.validation.without_better >= patience
+
+    @property
+    def evaluation_due(self) -> bool:
+        """Whether an evaluation follows the step just taken; the last step is evaluated by `conclude`."""
+        every, step = self.config.eval_steps, self.state.step
+        return every is not None and step < self.total_steps and step % every == 0
+
+    @property
+    def evaluation_missed(self) -> bool:
+        """Whether the attempt before ended between the present step and the evaluation that was due after it."""
+        return self.state.step > 0 and self.evaluation_due and self.state.validation.step != self.state.step
+
+    @property
+    def kept_steps(self) -> set[int]:
+        """The steps whose checkpoints stay, because they are the best ones."""
+        return {*kept_steps(self.config, self.state.validation)}
