@@ -52,7 +52,6 @@ from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.run.loop import apply_gradients, prepared
 from ci_llm.run.step.gradients import Passes, Sums
-from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.trainer import Prepared
 
@@ -79,8 +78,7 @@ class Ours:
         wanted = Config(learning_rate=LEARNING_RATE, max_grad_norm=MAX_NORM, mixed_precision="auto")
         self.processes = Processes(wanted)
         self.config, _ = self.processes.settle_precision(wanted, before=Config(mixed_precision=mixed))
-        recovery = RecoveryState(agents=(AgentRecovery(),) * agents)
-        self.state = TrainState(skipped=(0,) * agents, recovery=recovery)
+        self.state = TrainState.of_agents(agents)
         self.crowd = Crowd(base, LoraSettings(num_agents=agents, rank=RANK, alpha=ALPHA, layers=layers), "random")
         self.crowd.choose_route()
         self.crowd.compute_fast(fast)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ci_llm.run.attempt import RunAttempt
@@ -61,6 +60,5 @@ def evaluate(trainer: Trainer, attempt: RunAttempt) -> str | None:
 
 def note_evaluation(trainer: Trainer, attempt: RunAttempt, metrics: Mapping[str, Any]) -> None:
     """Decide by the evaluation after the present step which step is best. A collective."""
-    validation = evaluation.validation_after(trainer.state, metrics, trainer.processes)
-    trainer.state = replace(trainer.state, validation=validation)
-    attempt.status.update(best_step=validation.best_step)
+    trainer.state = evaluation.evaluated(trainer.state, metrics, trainer.processes)
+    attempt.status.update(best_step=trainer.state.validation.best_step)

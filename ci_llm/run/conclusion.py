@@ -136,13 +136,13 @@ def _record(
         **evaluation.sets_record(scores, rows),
         **({"names": config.agent_names} if config.agents else {}),
         **({"best_agent": best_agent(scores, answers, judged_by)} if has_best else {}),
-        **({"folders": trainer.crowd.names} if trainer.state.members else {}),
+        **({"folders": trainer.crowd.names} if trainer.state.history.made else {}),
         **({"of_rows": rows_record(scores, answers)} if config.trial_steps else {}),  # a sweep compares them
-        **({"dropped": dropped} if (dropped := [*trainer.nonfinite.dropped(trainer.state.recovery)]) else {}),
+        **({"dropped": dropped} if (dropped := [*trainer.nonfinite.dropped(trainer.state)]) else {}),
         "step": step,
         "last_step": trainer.state.step,
         "agent_steps": trainer.state.agent_steps,
         "stopped_early": trainer.state.step < trainer.total_steps,
-        "best": trainer.state.validation.record(),
+        "best": trainer.state.best_record(),
         "warning": attempt.status.current.warning,
     }

@@ -19,16 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.errors import BadInput
 from ci_llm.run.attempt import RunAttempt
 from ci_llm.run.start.agent_settings import crowd_settings, objective_of, optimizer_groups, prepare_agents
 from ci_llm.run.start.loading import steps_of
 from ci_llm.run.start.resume import STOPPED
-from ci_llm.run.step.members import CrowdChange, Members, config_of, decide, read_waiting
+from ci_llm.run.step.members import CrowdChange, config_of, decide, read_waiting
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.trainer import Trainer
 
@@ -46,37 +44,35 @@ def change_crowd(trainer: Trainer, attempt: RunAttempt, verdict: Verdict) -> boo
     if trainer.is_finished:
         return False
     if verdict.request:
-        members = trainer.state.members or Members.configured(trainer.config)
-        dropped = {members.agents[k].number for k in trainer.nonfinite.dropped(trainer.state.recovery)}
-        take = partial(_take_requests, attempt, members, trainer.state.step, dropped)
-        if changes := trainer.processes.on_main(lambda: take() if attempt.manager.holds_lease() else []):
-            trainer.state = replace(trainer.state, members=members.with_planned(changes))
-    before, step = trainer.state.members, trainer.state.step
-    after = before and before.after(step)
-    if before is None or after is None or after is before:
+        take = partial(_take_requests, trainer, attempt)
+        changes = trainer.processes.on_main(lambda: take() if attempt.manager.holds_lease() else [])
+        trainer.state = trainer.state.with_planned(changes)
+    before = trainer.state
+    state = before.after_changes()
+    if state is before:
         return False
-    kept = [before.folders.index(name) for name in after.folders]
+    kept = [before.names.index(name) for name in state.names]
     attempt.manager.wait_until_copied()  # a save in flight still reads the storage that goes
-    keep_agents(trainer, after, kept)
+    keep_agents(trainer, state, kept)
     attempt.metrics.keep_agents(kept)
     attempt.learning.keep_agents(kept)
-    for change in after.made[len(before.made) :]:
-        logger.info(f"crowd     after step {step}: {change}; the crowd is {', '.join(after.folders)}")
+    for change in state.history.made[len(before.history.made) :]:
+        logger.info(f"crowd     after step {state.step}: {change}; the crowd is {', '.join(state.names)}")
     return True
 
 
-def keep_agents(trainer: Trainer, members: Members, kept: Sequence[int]) -> None:
-    """Continue with these members alone.
+def keep_agents(trainer: Trainer, state: TrainState, kept: Sequence[int]) -> None:
+    """Continue with the agents of this state alone.
 
     Args:
         kept: the place of each in the crowd before.
     """
-    crowd, checkpoint, config = trainer.crowd, trainer.checkpoint, config_of(trainer.config, members)
-    checkpoint.stopped.update(_adapters_of({*crowd.names} - {*members.folders}, crowd))
+    crowd, checkpoint, config = trainer.crowd, trainer.checkpoint, config_of(trainer.config, state.numbers)
+    checkpoint.stopped.update(_adapters_of({*crowd.names} - {*state.names}, crowd))
     moments = [checkpoint.optimizer.state.get(crowd.storage.rows[place], {}) for place in kept]
-    crowd.keep_agents(crowd_settings(trainer.config, members), kept, members.folders)
-    state = trainer.state = trainer.state.with_members(members, kept)
-    _prepare_members(crowd, trainer.config, checkpoint.rows, state, trainer.total_steps)
+    crowd.keep_agents(crowd_settings(trainer.config, state.numbers), kept, state.names)
+    trainer.state = state
+    _prepare_agents(trainer)
     _fill(checkpoint.optimizer, optimizer_groups(crowd), moments)
     checkpoint.last_good.keep_agents(crowd.storage.rows, kept)
     trainer.objective = objective_of(config, crowd)
@@ -96,26 +92,23 @@ def return_to(trainer: Trainer, saved: TrainState) -> None:
     """
     trainer.state = replace(trainer.state, rows_per_step=saved.rows_per_step)
     trainer.total_steps = steps_of(trainer.config, [*map(len, trainer.checkpoint.rows)], saved.rows_per_step)
-    if saved.members is not None and saved.members.made:
-        numbers = [each.number for each in saved.members.agents]
-        if max(numbers) >= trainer.crowd.num_agents:
-            raise BadInput(
-                f"a run that began with at least {max(numbers) + 1} agents resumes with {trainer.crowd.num_agents}",
-                where="agents, num_agents",
-                hint="leave the entry of an agent that was stopped where it was: the others have their place by it",
-            )
-        keep_agents(trainer, saved.members, numbers)
-    else:
-        _prepare_members(trainer.crowd, trainer.config, trainer.checkpoint.rows, trainer.state, trainer.total_steps)
+    if not saved.history.made:
+        _prepare_agents(trainer)
+        return
+    if (least := max(saved.numbers) + 1) > trainer.crowd.num_agents:
+        raise BadInput(
+            f"a run that began with at least {least} agents resumes with {trainer.crowd.num_agents}",
+            where="agents, num_agents",
+            hint="leave the entry of an agent that was stopped where it was: the others have their place by it",
+        )
+    keep_agents(trainer, saved, saved.numbers)
 
 
-def _prepare_members(
-    crowd: Crowd, config: Config, first: Sequence[TokenizedRows], state: TrainState, total_steps: int
-) -> None:
-    """Tell the agents that stand in the crowd how and on what they train; `first` are the rows of the first ones."""
-    members = state.members
-    rows = [first[each.number] for each in members.agents] if members else first
-    prepare_agents(crowd.agents, config_of(config, members), rows, state.rows_per_step, total_steps)
+def _prepare_agents(trainer: Trainer) -> None:
+    """Tell the agents that stand in the crowd now how and on what they train."""
+    state, rows = trainer.state, trainer.checkpoint.rows
+    own = [rows[number] for number in state.numbers]
+    prepare_agents(trainer.crowd.agents, trainer.present_config, own, state.rows_per_step, trainer.total_steps)
 
 
 def _fill(
@@ -140,20 +133,16 @@ def _adapters_of(leaving: Collection[str], crowd: Crowd) -> Iterator[tuple[str, 
         yield f"{STOPPED}{name}/adapter_config", files[f"{name}/adapter_config"]
 
 
-def _take_requests(attempt: RunAttempt, members: Members, step: int, dropped: Collection[int]) -> list[CrowdChange]:
-    """On the main process: decide about the requests in the run's folder. They wait while the disk takes no record.
-
-    Args:
-        step: optimizer steps taken.
-        dropped: numbers of the agents that take no steps any more.
-    """
-    folder, decided = attempt.config.run_folder, []
+def _take_requests(trainer: Trainer, attempt: RunAttempt) -> list[CrowdChange]:
+    """On the main process: decide about the requests in the run's folder. They wait while the disk takes no record."""
+    folder, decided, state = attempt.config.run_folder, [], trainer.state
+    dropped = {state.agents[place].number for place in trainer.nonfinite.dropped(state)}
     for waiting in read_waiting(folder):
-        request = replace(waiting, step=step)
+        request = replace(waiting, step=state.step)
         if request.refused is None:
-            request = replace(request, refused=members.objection(request.change, dropped))
+            request = replace(request, refused=state.objection(request.change, dropped))
         if request.refused is None:
-            members = members.with_planned([request.change]).after(step)
+            state = state.with_planned([request.change]).after_changes()
         decided.append(request)
     try:
         decide(folder, decided)  # before anything acts or is told

@@ -40,7 +40,7 @@ from ci_llm.run.start import beginning
 from ci_llm.run.start.loading import Loaded
 from ci_llm.run.start.resume import Restored, Source, settle_precision
 from ci_llm.run.step.callbacks import Callbacks
-from ci_llm.run.step.state import TrainState, Validation
+from ci_llm.run.step.state import TrainState
 from ci_llm.run.step.step_metrics import Learning, StepMetrics
 from ci_llm.run.trainer import Trainer
 
@@ -233,7 +233,7 @@ def _resume(
     attempt.metrics = StepMetrics(trainer.state.names, trainer.crowd.device)
     if start.source is not None and start.is_own:  # else the interval was another run's
         attempt.metrics.load(start.source.checkpoint.manifest.info)
-    trainer.state = beginning.apply_requests(trainer.state, requests, trainer.config)
+    trainer.state = beginning.apply_requests(trainer.state, requests)
     trainer.crowd.storage.pass_per_agent |= trainer.state.recovery.pass_per_agent
     if trainer.state.recovery.recompute:
         trainer.crowd.gradient_checkpointing_enable()
@@ -259,7 +259,7 @@ def _resume(
 def _restore(trainer: Trainer, source: Source, start: beginning.Start) -> Restored:
     """Bring the run to the step of the checkpoint; order, length and schedule follow from it."""
     saved = TrainState.from_dict(source.checkpoint.state["train_state"])
-    if saved.members is not None and saved.members.made:
+    if saved.history.made:
         trainer.checkpoint.require_same_settings(source)  # before its agents look for their rows in these settings
     return_to(trainer, saved)
     restored = trainer.checkpoint.restore(source)
@@ -282,9 +282,9 @@ def _recover_evaluation(trainer: Trainer, attempt: RunAttempt, *, from_log: bool
         from_log: the checkpoint is the run's own, so its metrics.jsonl is about that step.
     """
     metric = trainer.config.metric_for_best_model
-    if trainer.state.validation.metric != metric:
-        logger.info(f"          best so far was by {trainer.state.validation.metric}: from here on by {metric} alone")
-        trainer.state = replace(trainer.state, validation=Validation(metric))
+    if (before := trainer.state.validation.metric) != metric:
+        logger.info(f"          best so far was by {before}: from here on by {metric} alone")
+        trainer.state = trainer.state.judged_by(metric)
     if from_log and trainer.evaluation_missed:
         known = trainer.processes.broadcast_object(attempt.log.read_metrics(trainer.state.step))
         if f"eval/crowd/{metric}" in known:

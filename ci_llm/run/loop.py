@@ -67,7 +67,7 @@ def train(trainer: Trainer, attempt: RunAttempt, batches: Batches) -> str | None
             verdict,
             trainer.state.loss_scale,
             known_bad=known_bad,
-            dropped=trainer.nonfinite.dropped(trainer.state.recovery),
+            dropped=trainer.nonfinite.dropped(trainer.state),
             own_rows=trainer.courses.are_own,
         )
         norms = apply_gradients(trainer, step, verdict, findings.left_out)
@@ -165,6 +165,6 @@ def apply_gradients(trainer: Trainer, step: int, verdict: Verdict, left_out: Seq
     storage.leave_out(left_out)
     optimizer = trainer.prepared.optimizer
     for agent, group in zip(agents, optimizer.param_groups, strict=True):
-        group["lr"] = agent.training.learning_rate(step) * state.recovery.lr_factor(agent.place)
+        group["lr"] = agent.training.learning_rate(step) * state.lr_factor(agent.place)
     optimizer.step()
     return norms

@@ -65,7 +65,7 @@ def _rates_and_epochs(trainer: Trainer) -> dict[str, Any]:
     }
     if trainer.present_config.agents:
         for agent in agents:
-            rate = agent.training.learning_rate(state.step - 1) * state.recovery.lr_factor(agent.place)
+            rate = agent.training.learning_rate(state.step - 1) * state.lr_factor(agent.place)
             line[f"train/{agent.name}/learning_rate"] = rate
     if courses.are_own:
         epochs = zip(agents, courses.epochs(state.step), strict=True)
@@ -113,7 +113,7 @@ def outlook(trainer: Trainer) -> Iterator[str]:
     kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in config.each_agent))
     optimizer = type(trainer.checkpoint.optimizer).__name__
     yield f"optimizer {optimizer}, learning_rate {config.learning_rates}, {kinds}"
-    for change in trainer.state.members.planned if trainer.state.members else ():
+    for change in trainer.state.history.planned:
         yield f"          crowd: after step {change.step} of {steps}, {change}"
 
 

@@ -35,7 +35,7 @@ from ci_llm.run.start.cost_model import settle
 from ci_llm.run.start.resume import RunCheckpoint
 from ci_llm.run.step.evaluation import Evaluator, StopVote
 from ci_llm.run.step.nonfinite import NonFiniteResponse
-from ci_llm.run.step.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
+from ci_llm.run.step.nonfinite_policy import Bounds
 from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.state import LastGood, TrainState, Validation
 from ci_llm.run.trainer import Prepared, Trainer
@@ -167,10 +167,9 @@ def _nonfinite_response(
 
 
 def _first_state(config: Config, rows_per_step: int) -> TrainState:
-    return TrainState(
+    return TrainState.of_agents(
+        config.num_agents,
         rows_per_step=rows_per_step,
-        skipped=(0,) * config.num_agents,
-        recovery=RecoveryState(agents=(AgentRecovery(),) * config.num_agents),
         loss_scale=INITIAL_LOSS_SCALE if config.mixed_precision == "fp16" else None,
         validation=Validation(config.metric_for_best_model),
     )

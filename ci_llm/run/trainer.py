@@ -80,7 +80,7 @@ class Trainer:
     @property
     def present_config(self) -> Config:
         """The configuration with the agents that stand in the crowd now."""
-        return config_of(self.config, self.state.members)
+        return config_of(self.config, self.state.numbers)
 
     @property
     def micro_batch_size(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -101,7 +101,7 @@ _SIZES: Final = "parameters_per_agent"
 #: The paths of lists that have one value per agent, in a checkpoint of a run.
 _PER_AGENT: Final = (
     *(f"{META}.agents", f"{META}.lora.agents", f"{META}.{_SIZES}"),
-    *("train_state.skipped", "train_state.recovery.agents", "train_state.validation.agents"),
+    "train_state.agents",
 )
 _FROM_A_RUN: Final = frozenset({"README.md"})
 
@@ -173,10 +173,10 @@ def _train_state(values: Mapping[str, Any], checkpoints: Sequence[Checkpoint]) -
     each = [TrainState.from_dict(one.state["train_state"]).recovery for one in checkpoints]
     limits = [recovery.micro_batch_size for recovery in each if recovery.micro_batch_size is not None]
     recovery = RecoveryState(
-        agents=state.recovery.agents,
         micro_batch_size=min(limits, default=None),
         pass_per_agent=any(recovery.pass_per_agent for recovery in each),
         recompute=any(recovery.recompute for recovery in each),
     )
-    validation = Validation(state.validation.metric, step=state.validation.step, agents=state.validation.agents)
-    return replace(state, recovery=recovery, validation=validation).to_dict()
+    agents = tuple(replace(agent, number=place) for place, agent in enumerate(state.agents))
+    validation = Validation(state.validation.metric, step=state.validation.step)
+    return asdict(replace(state, agents=agents, recovery=recovery, validation=validation))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,11 +40,16 @@ BEST, LAST = 2, 8
 # Plain values
 
 
-def seen(*values: float, metric: str = "nll") -> Validation:
-    validation = Validation(metric)
+def after(*values: float, metric: str = "nll") -> TrainState:
+    """The state of a run after evaluations with these values of the crowd, one every ten steps."""
+    state = TrainState.of_agents(2, validation=Validation(metric))
     for number, value in enumerate(values, start=1):
-        validation = validation.after(10 * number, value, [value, 1 - value])
-    return validation
+        state = replace(state, step=10 * number).evaluated(value, [value, 1 - value])
+    return state
+
+
+def seen(*values: float, metric: str = "nll") -> Validation:
+    return after(*values, metric=metric).validation
 
 
 def test_the_best_and_the_count_of_evaluations_without_a_better_one() -> None:
@@ -51,7 +57,7 @@ def test_the_best_and_the_count_of_evaluations_without_a_better_one() -> None:
     assert seen(0.5, 0.3, 0.4, 0.3).crowd == Best(20, 0.3)  # an equal value is no better one
     assert seen(0.5, 0.3, 0.4, 0.3).without_better == 2
     assert seen(0.5, 0.3, 0.4, metric="exact_match").crowd == Best(10, 0.5)
-    assert seen(0.5, 0.3, 0.4).agents == (Best(20, 0.3), Best(10, 0.5))
+    assert [each.best for each in after(0.5, 0.3, 0.4).agents] == [Best(20, 0.3), Best(10, 0.5)]
     assert seen(0.5, 0.3).without_better == 0
 
 
@@ -67,7 +73,7 @@ def test_a_failed_last_save_is_not_mistaken_for_a_failed_save_of_the_best_step()
         def wait_until_finished(self) -> None:
             raise CheckpointError("the last step was not written")
 
-    state = TrainState(step=30, validation=seen(0.5, 0.3, 0.4))
+    state = after(0.5, 0.3, 0.4)
     config: Any = SimpleNamespace(load_best_model_at_end=True)
     manager: Any = Failed()
     with pytest.raises(CheckpointError, match="the last step was not written"):

@@ -14,8 +14,8 @@ from ci_llm.crowd.objective import Objective
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.run.loop import apply_gradients
 from ci_llm.run.step.nonfinite import HUGE, nonfinite_here
-from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
-from ci_llm.run.step.state import TrainState
+from ci_llm.run.step.nonfinite_policy import AgentRecovery
+from ci_llm.run.step.state import AgentState, TrainState
 from ci_llm.run.trainer import Prepared
 from tests.lora.test_adapters import K, crowd_of, peft_twin
 from tests.support.peft_twins import peft_loss
@@ -32,7 +32,7 @@ def test_a_step_clips_each_agents_mean_gradient_and_uses_its_own_rate() -> None:
     run: Any = SimpleNamespace(
         crowd=crowd,
         processes=SimpleNamespace(reduce_flat_=lambda tensor: tensor),
-        state=TrainState(recovery=RecoveryState(agents=tuple(AgentRecovery(lr_factor=rate / 0.1) for rate in rates))),
+        state=TrainState(tuple(AgentState(k, 0, AgentRecovery(rate / 0.1)) for k, rate in enumerate(rates))),
         prepared=Prepared(crowd, torch.optim.SGD([{"params": [row]} for row in crowd.storage.rows])),
     )
     for agent in crowd.agents:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ from ci_llm.run.start.agent_settings import crowd_settings
 from ci_llm.run.step.members import (
     FOLDER,
     CrowdChange,
-    Members,
     ask,
     config_of,
     decide,
@@ -23,79 +22,79 @@ from ci_llm.run.step.members import (
     read_record,
     read_waiting,
 )
-from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
-from ci_llm.run.step.state import Best, TrainState, Validation
+from ci_llm.run.step.nonfinite_policy import AgentRecovery
+from ci_llm.run.step.state import AgentState, Best, TrainState, Validation
 
 FOUR = Config(num_agents=4)
 
 
-def members_of(config: Config = FOUR) -> Members:
-    return Members.configured(config)
+def state_of(config: Config = FOUR) -> TrainState:
+    return TrainState.of_agents(config.num_agents)
 
 
-def after(members: Members, *changes: CrowdChange, step: int = 9) -> Members:
-    return members.with_planned(changes).after(step)
+def after(state: TrainState, *changes: CrowdChange, step: int = 9) -> TrainState:
+    return replace(state.with_planned(changes), step=step).after_changes()
 
 
 def test_numbers_stay_with_their_agents() -> None:
     changes = (CrowdChange(3, 1), CrowdChange(5, 2))
-    found = after(members_of(), *changes)
-    assert found.folders == ["agent0", "agent3"]
-    assert [each.index for each in found.agents] == [0, 3]
-    one_by_one = members_of()
+    found = after(state_of(), *changes)
+    assert found.names == ["agent0", "agent3"]
+    one_by_one = state_of()
     for step in (3, 4, 5, 6):
-        one_by_one = one_by_one.with_planned(changes).after(step)
+        one_by_one = after(one_by_one, *changes, step=step)
     assert one_by_one.agents == found.agents
-    assert one_by_one.after(7) is one_by_one
+    assert one_by_one.after_changes() is one_by_one
 
 
 def test_an_agent_that_stays_has_its_settings() -> None:
     config = Config(agents=[{}, {"name": "one", "learning_rate": 1e-2}, {"seed": 7}])
-    found = after(members_of(config), CrowdChange(1, 0))
+    found = after(state_of(config), CrowdChange(1, 0)).numbers
     assert config_of(config, found).agents == (
         {"name": "one", "learning_rate": 1e-2},
         {"name": "agent2", "seed": 7},
     )
     assert [(each.seed, each.index) for each in crowd_settings(config, found).each()] == [(42, 1), (7, 0)]
-    assert config_of(config, members_of(config)) is config
+    assert config_of(config, state_of(config).numbers) is config
 
 
 def test_agent_steps_count_every_agent() -> None:
-    found = after(members_of(), CrowdChange(3, 1), step=3)
+    found = after(state_of(), CrowdChange(3, 1), step=3)
     found = after(found, CrowdChange(5, 2), step=5)
-    assert found.agent_steps_at(10) == 3 * 4 + 2 * 3 + 5 * 2
-    assert TrainState(step=10, skipped=(0,) * 4).agent_steps == 40
-    assert TrainState(step=10, skipped=(0,) * 2, members=found).agent_steps == 28
+    assert replace(found, step=10).agent_steps == 3 * 4 + 2 * 3 + 5 * 2
+    assert replace(state_of(), step=10).agent_steps == 40
 
 
 def test_a_request_that_cannot_be_met_is_refused_with_the_reason() -> None:
-    one = after(members_of(Config(num_agents=2)), CrowdChange(1, 0))
+    one = after(state_of(Config(num_agents=2)), CrowdChange(1, 0))
     assert one.objection(CrowdChange(2, 1)) == "agent1 is the only agent that trains"
     assert one.objection(CrowdChange(2, 0)) == "there is no agent0: there are agent1"
-    three = members_of().with_planned([CrowdChange(2, 0)])
+    three = state_of().with_planned([CrowdChange(2, 0)])
     assert three.objection(CrowdChange(3, 1)) is None
     assert three.objection(CrowdChange(1, 1)) == (
         "an earlier attempt was asked for changes, the last after step 2: ask again then"
     )
-    four = members_of()
+    four = state_of()
     assert four.objection(CrowdChange(2, 1), dropped={0, 2, 3}) == "agent1 is the only agent that trains"
     assert four.objection(CrowdChange(2, 2), dropped={0, 2, 3}) is None
 
 
-def test_the_state_of_a_run_carries_its_members_through_a_checkpoint() -> None:
-    found = after(members_of(), CrowdChange(3, 1))
-    best = Validation(step=2, crowd=Best(2, 0.5), agents=(Best(2, 0.6),) * 4, without_better=3)
-    recovery = RecoveryState(agents=tuple(AgentRecovery(lr_factor=1 / k) for k in (1, 2, 3, 4)))
-    state = TrainState(step=9, skipped=(1, 2, 3, 4), recovery=recovery, validation=best)
-    state = state.with_members(found, [0, 2, 3])
-    assert [each.lr_factor for each in state.recovery.agents] == [1, 1 / 3, 1 / 4]
-    assert state.skipped == (1, 3, 4)
+def test_the_record_of_an_agent_stays_with_it_through_a_checkpoint() -> None:
+    agents = tuple(AgentState(k, k + 1, AgentRecovery(lr_factor=1 / (k + 1)), Best(2, 0.6)) for k in range(4))
+    best = Validation(step=2, crowd=Best(2, 0.5), without_better=3)
+    state = TrainState(agents, step=2, validation=best)
+    assert state.best_note == "; best yet"
+    assert replace(state, step=3).best_note == ""
+    state = after(state, CrowdChange(3, 1))
+    assert [each.recovery.lr_factor for each in state.agents] == [1, 1 / 3, 1 / 4]
+    assert [each.skipped for each in state.agents] == [1, 3, 4]
     assert state.validation == Validation(step=2)  # the best step is one of the present crowd
-    again = replace(state, validation=state.validation.after(9, 0.7, [0.8] * 3))
-    assert again.best_note == "; best of this crowd", "it is worse than what was best before the change"
-    assert TrainState(step=2, validation=best).best_note == "; best yet"
-    assert TrainState(step=3, validation=best).best_note == ""
-    known = load_json(dump_json(state.to_dict()))
+    assert [each.best for each in state.agents] == [None] * 3
+    state = state.evaluated(0.7, [0.8] * 3)
+    assert state.best_note == "; best of this crowd", "it is worse than what was best before the change"
+    assert [each.best for each in state.agents] == [Best(9, 0.8)] * 3
+    assert state.evaluated(0.1, [0.1] * 3) is state, "an evaluation counts once"
+    known = load_json(dump_json(asdict(state)))
     assert isinstance(known, dict)
     assert TrainState.from_dict(known) == state
 

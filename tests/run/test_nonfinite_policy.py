@@ -55,20 +55,19 @@ def test_an_episode_ends_and_the_next_one_has_its_own_rollback() -> None:
 
 
 def test_only_an_overflow_halves_the_loss_scale() -> None:
-    state = TrainState(skipped=(0, 0), loss_scale=8.0)
+    state = TrainState.of_agents(2, loss_scale=8.0)
     for nonfinite, scale in (((0,), 4.0), ((0, 1), 8.0)):
         findings = Findings(left_out=(0, 1), nonfinite=nonfinite, bad_batch=False, tokens=1)
         moved = state.advance(1, 1, findings.left_out, findings.overflowed)
-        assert (moved.loss_scale, moved.skipped) == (scale, (1, 1))
+        assert (moved.loss_scale, [each.skipped for each in moved.agents]) == (scale, [1, 1])
 
 
-def test_a_bad_batch_changes_no_agent_and_is_recognised_by_its_rows() -> None:
-    recovery = RecoveryState(agents=(AgentRecovery(),)).after_bad_batch(BadBatch(5, (3, 1)))
-    assert recovery.agents == (AgentRecovery(),)
+def test_a_bad_batch_is_recognised_by_its_rows() -> None:
+    recovery = RecoveryState().after_bad_batch(BadBatch(5, (3, 1)))
     assert recovery.bad_batches_in_a_row == 1
     assert recovery.is_bad_batch(5, lambda _: [3, 1])
     assert not recovery.is_bad_batch(5, lambda _: [3, 2])
     assert not recovery.is_bad_batch(6, lambda _: [3, 1])
-    assert recovery.after(6, [], BOUNDS).bad_batches_in_a_row == 0
+    assert recovery.after_other_step().bad_batches_in_a_row == 0
     assert recovery.after_bad_batch(BadBatch(5, (3, 1))).bad_batches == recovery.bad_batches
     assert recovery.without_batches_from(5).bad_batches == ()

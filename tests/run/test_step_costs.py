@@ -32,7 +32,6 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.run.loop import apply_gradients, prepared
 from ci_llm.run.step.gradients import Passes
-from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.trainer import Prepared
 from tools.testbed.tiny import base, batch
@@ -97,14 +96,13 @@ class Step:
 
     def __init__(self, *, agents: int = 2, layers: int = 2, dtype: torch.dtype | None = None) -> None:
         crowd = Crowd(base(dtype=torch.float32, layers=layers), LoraSettings(num_agents=agents, rank=2), "toy")
-        recovery = RecoveryState(agents=(AgentRecovery(),) * agents)
         processes = Processes(Config(mixed_precision="bf16" if dtype else "no"), launch=read_launch({}, []))
         optimizer = torch.optim.AdamW([{"params": [row]} for row in crowd.storage.rows], fused=True)
         before = Prepared(crowd, optimizer)
         self.trainer: Any = SimpleNamespace(
             crowd=crowd,
             processes=processes,
-            state=TrainState(skipped=(0,) * agents, recovery=recovery),
+            state=TrainState.of_agents(agents),
             prepared=prepared(before, processes.accelerator, crowd, optimizer, None),
         )
         accelerator, model = processes.accelerator, self.trainer.prepared.model

@@ -23,7 +23,7 @@ from ci_llm.data.order import Plan
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.lora.schedules import factor
 from ci_llm.lora.settings import FIELD_OF_KEY, AgentLora, LoraSettings
-from ci_llm.run.step.members import Members, config_of
+from ci_llm.run.step.members import config_of
 
 
 def lora_settings(config: Config) -> LoraSettings:
@@ -45,11 +45,14 @@ def lora_settings(config: Config) -> LoraSettings:
     )
 
 
-def crowd_settings(config: Config, members: Members) -> LoraSettings:
-    """The shapes of these members, as the configuration has them."""
-    settings = lora_settings(config_of(config, members))
-    entries = zip(settings.agents, members.agents, strict=True)
-    return replace(settings, agents=tuple({**own, "index": member.index} for own, member in entries))
+def crowd_settings(config: Config, numbers: Sequence[int]) -> LoraSettings:
+    """The shapes of the agents of these numbers, as the configuration has them."""
+    settings = lora_settings(config_of(config, numbers))
+    # What keys the draws of an agent, together with its seed.
+    indices = [0 if config.agents and "seed" in config.agents[number] else number for number in numbers]
+    own = settings.agents or ({},) * len(indices)
+    entries = zip(own, indices, strict=True)
+    return replace(settings, agents=tuple({**mine, "index": index} for mine, index in entries))
 
 
 def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:

@@ -37,7 +37,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, ConfigError, LaunchError, ProgressLost
 from ci_llm.run.end.mirroring import RunMirror
 from ci_llm.run.start.resume import Source, newest_source, open_source
-from ci_llm.run.step.members import CrowdChange, Members, forget_after, read_record
+from ci_llm.run.step.members import CrowdChange, forget_after, read_record
 from ci_llm.run.step.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -374,13 +374,12 @@ def read_requests(manager: CheckpointManager, config: Config) -> Requests:
     return Requests(recovery, at_most, skipped, known_beginning(manager, config), changes)
 
 
-def apply_requests(state: TrainState, requests: Requests, config: Config) -> TrainState:
+def apply_requests(state: TrainState, requests: Requests) -> TrainState:
     """The state of the checkpoint with the requests on top."""
-    asked, members = requests.recovery, state.members
+    asked = requests.recovery
     recovery = state.recovery.with_requests(asked.learning_rate_factor, asked.micro_batch_size)
-    if requests.changes:
-        members = (members or Members.configured(config)).with_planned(requests.changes)
-    return replace(state, recovery=recovery.with_batches(requests.bad_batches), members=members)
+    recovery = recovery.with_batches(requests.bad_batches)
+    return replace(state, recovery=recovery).with_planned(requests.changes)
 
 
 def in_force(state: TrainState, batch_size: int) -> Iterator[str]:
@@ -392,9 +391,9 @@ def in_force(state: TrainState, batch_size: int) -> Iterator[str]:
     recovery = state.recovery
     if recovery.requested_lr_factor != 1.0:
         yield f"learning rate x {recovery.requested_lr_factor:.3g} for all agents"
-    for name, agent in zip(state.names, recovery.agents, strict=True):
-        if agent.lr_factor != 1.0:
-            yield f"learning rate x {agent.lr_factor:.3g} for {name}"
+    for agent in state.agents:
+        if agent.recovery.lr_factor != 1.0:
+            yield f"learning rate x {agent.recovery.lr_factor:.3g} for {agent.name}"
     if (limit := recovery.limit(batch_size)) < batch_size:
         yield f"micro-batch of at most {limit} row(s), the effective batch holds"
     if recovery.pass_per_agent:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -240,7 +240,7 @@ class RunCheckpoint:
                 "last_step": state.step,
                 "last_learning_rate": learning_rate,
             },
-            "train_state": state.to_dict(),
+            "train_state": asdict(state),
             # An agent outside of an episode is its own good snapshot: an older one would double every checkpoint.
             "guard": self.last_good.state_of(_in_episode(state)),
             "trackers": dict(trackers),
@@ -364,7 +364,7 @@ class RunCheckpoint:
 
     def _meta(self, state: TrainState) -> dict[str, Any]:
         """The description of the crowd; agents with settings of their own have all their settings in it."""
-        meta, config = self.crowd.meta(self.base.fingerprint), config_of(self.config, state.members)
+        meta, config = self.crowd.meta(self.base.fingerprint), config_of(self.config, state.numbers)
         return meta | {"agents": _settings_of_agents(config)} if config.agents else meta
 
     def _require_same_crowd(self, source: Source, changes: Sequence[Change]) -> None:
@@ -448,7 +448,7 @@ def _settings_of_agents(config: Config) -> list[dict[str, Any]]:
 
 def _in_episode(state: TrainState) -> list[int]:
     """Agents in an episode of nonfinite steps."""
-    return [k for k, agent in enumerate(state.recovery.agents) if agent.episode_start is not None]
+    return [k for k, agent in enumerate(state.agents) if agent.recovery.episode_start is not None]
 
 
 def _bits_changing(changes: Sequence[Change], config: Config) -> list[Change]:

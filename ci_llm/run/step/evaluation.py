@@ -125,8 +125,8 @@ class Rounds:
             self._all_leave()
 
 
-def validation_after(state: TrainState, metrics: Mapping[str, Any], processes: Processes) -> Validation:
-    """The validation state with the evaluation after the present step; an evaluation counts once. A collective.
+def evaluated(state: TrainState, metrics: Mapping[str, Any], processes: Processes) -> TrainState:
+    """The state with the evaluation after the present step. A collective.
 
     All processes take the numbers of the main one: they must not end a run at different steps because the last bits of
     their means differ.
@@ -134,11 +134,10 @@ def validation_after(state: TrainState, metrics: Mapping[str, Any], processes: P
     Args:
         metrics: the numbers of the evaluation, by the names of metrics.jsonl.
     """
-    validation = state.validation
-    names = [*state.names, "crowd"]
-    values = [float(metrics.get(f"eval/{name}/{validation.metric}", math.nan)) for name in names]  # NaN is never best
+    names, metric = [*state.names, "crowd"], state.validation.metric
+    values = [float(metrics.get(f"eval/{name}/{metric}", math.nan)) for name in names]  # NaN is never best
     *agents, crowd = processes.broadcast_object(values)
-    return validation if validation.step == state.step else validation.after(state.step, crowd, agents)
+    return state.evaluated(crowd, agents)
 
 
 def kept_steps(config: Config, validation: Validation) -> tuple[int, ...]:

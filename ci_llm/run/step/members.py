@@ -1,8 +1,8 @@
-"""The members of the crowd: which agents train now, and the requests to stop one of them.
+"""Changes of the crowd: the agents that are stopped, and the requests to stop one.
 
-A run begins with the agents of its configuration, and an agent can be stopped between two optimizer steps. Members and
-changes are plain values, the same on every process, and part of the state of a run, so that a resume builds the crowd
-of its checkpoint and makes the changes that follow at the same steps.
+A run begins with the agents of its configuration, and an agent can be stopped between two optimizer steps. Changes are
+plain values, the same on every process, and part of the state of a run, so that a resume builds the crowd of its
+checkpoint and makes the changes that follow at the same steps.
 
 Anybody who may write to the run's folder may ask for an agent to be stopped: a request is a file in `requests/`, which
 the main process takes between two steps. What it decides is in `crowd_changes.json` before it acts, with the step, so
@@ -13,39 +13,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.config import Config
-from ci_llm.config.own_keys import NAME, from_plain, to_plain
+from ci_llm.config.own_keys import NAME
 from ci_llm.core.durable import read_json, write_json
 from ci_llm.core.run_folder import CROWD_CHANGES, read_known, write_known
-
-
-@dataclass(frozen=True)
-class Member:
-    """One agent of the crowd.
-
-    Attributes:
-        number: its place in the configuration, which names it for good.
-        own: its settings over the common keys, as an entry of `agents:` has them.
-    """
-
-    number: int
-    own: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def folder(self) -> str:
-        """The name of the agent in metrics, in the log and in checkpoints."""
-        return f"agent{self.number}"
-
-    @property
-    def index(self) -> int:
-        """What keys the draws of the agent, together with its seed."""
-        return 0 if "seed" in self.own else self.number
 
 
 @dataclass(frozen=True)
@@ -65,90 +42,44 @@ class CrowdChange:
 
 
 @dataclass(frozen=True)
-class Members:
-    """The crowd as it stands.
+class History:
+    """How the crowd has changed, and will change.
 
     Attributes:
-        agents: in the order of the crowd's storage, which is that of their numbers.
-        since: the optimizer steps taken at the last change of the crowd.
+        since: the optimizer steps taken at the last change.
         agent_steps: the steps taken until then, counted for every agent that took them.
         planned: changes to come, in order.
         made: changes so far.
     """
 
-    agents: tuple[Member, ...]
     since: int = 0
     agent_steps: int = 0
     planned: tuple[CrowdChange, ...] = ()
     made: tuple[CrowdChange, ...] = ()
 
-    @classmethod
-    def configured(cls, config: Config) -> Members:
-        """The agents of the configuration."""
-        entries = config.agents or ({},) * config.num_agents
-        return cls(tuple(Member(k, own) for k, own in enumerate(entries)))
-
-    @property
-    def folders(self) -> list[str]:
-        """The name of every agent, in order."""
-        return [each.folder for each in self.agents]
-
-    def agent_steps_at(self, step: int) -> int:
-        """The agent-steps after `step` optimizer steps: steps, counted for every agent that took them."""
-        return self.agent_steps + (step - self.since) * len(self.agents)
-
-    def with_planned(self, changes: Sequence[CrowdChange]) -> Members:
-        """The members with more changes to come. A known change counts once."""
+    def with_planned(self, changes: Sequence[CrowdChange]) -> History:
+        """The history with more changes to come. A known change counts once."""
         new = [change for change in changes if change not in (*self.planned, *self.made)]
         return replace(self, planned=tuple(sorted((*self.planned, *new), key=lambda change: change.step)))
 
-    def objection(self, change: CrowdChange, dropped: Collection[int] = ()) -> str | None:
-        """Why a change that somebody asks for cannot be made; None if it can.
-
-        Args:
-            dropped: numbers of the agents that take no steps any more.
-        """
-        if later := [each.step for each in self.planned if each.step > change.step]:
-            return f"an earlier attempt was asked for changes, the last after step {max(later)}: ask again then"
-        if change.agent not in (each.number for each in self.agents):
-            return f"there is no agent{change.agent}: there are {', '.join(self.folders)}"
-        if {each.number for each in self.agents} <= {change.agent, *dropped}:
-            return f"agent{change.agent} is the only agent that trains"
-        return None
-
-    def after(self, step: int) -> Members:
-        """The crowd after the changes that act when `step` steps are taken."""
-        due = tuple(change for change in self.planned if change.step <= step)
-        if not due:
-            return self
-        stopped = {change.agent for change in due}
-        return replace(
-            self,
-            agents=tuple(each for each in self.agents if each.number not in stopped),
-            since=step,
-            agent_steps=self.agent_steps_at(step),
-            planned=self.planned[len(due) :],
-            made=(*self.made, *due),
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return to_plain(asdict(self))
+    def due(self, step: int) -> tuple[CrowdChange, ...]:
+        """The changes that act when `step` steps are taken."""
+        return tuple(change for change in self.planned if change.step <= step)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Members:
-        """The inverse of `to_dict`, also after a way through JSON."""
-        agents = tuple(Member(each["number"], from_plain(each["own"])) for each in values["agents"])
+    def from_dict(cls, values: Mapping[str, Any]) -> History:
+        """The inverse of `dataclasses.asdict`, also after a way through JSON."""
         changes = {key: tuple(CrowdChange(**each) for each in values[key]) for key in ("planned", "made")}
-        return cls(**{**values, "agents": agents, **changes})
+        return cls(**{**values, **changes})
 
 
-def config_of(config: Config, members: Members | None) -> Config:
-    """The configuration whose `agents` are those that stand in the crowd now."""
-    if members is None or not members.made:
+def config_of(config: Config, numbers: Sequence[int]) -> Config:
+    """The configuration whose `agents` are those of these numbers."""
+    if [*numbers] == [*range(config.num_agents)]:
         return config
-    entries = tuple({NAME: each.folder, **each.own} for each in members.agents)
-    return config.model_copy(update={"agents": entries, "num_agents": len(entries)})
+    entries = config.agents or ({},) * config.num_agents
+    own = tuple({NAME: f"agent{number}", **entries[number]} for number in numbers)
+    return config.model_copy(update={"agents": own, "num_agents": len(own)})
 
 
 FOLDER: Final = "requests"

@@ -22,7 +22,7 @@ from ci_llm.core.run_folder import BadBatch, write_skipped_batches
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.errors import NonFinite
 from ci_llm.run.step.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
-from ci_llm.run.step.state import LastGood, TrainState
+from ci_llm.run.step.state import AgentState, LastGood, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -116,9 +116,9 @@ class NonFiniteResponse:
         self._run_folder, self._may_write = run_folder, may_write
         self._drops_agents = drops_agents
 
-    def dropped(self, recovery: RecoveryState) -> tuple[int, ...]:
+    def dropped(self, state: TrainState) -> tuple[int, ...]:
         """The agents that take no steps any more."""
-        return tuple(k for k, agent in enumerate(recovery.agents) if agent.is_exhausted(self._bounds))
+        return tuple(k for k, agent in enumerate(state.agents) if agent.recovery.is_exhausted(self._bounds))
 
     def respond(self, state: TrainState, rows: Callable[[int], Sequence[int]], findings: Findings) -> TrainState:
         """Cut learning rates, roll agents back, record bad batches, keep good snapshots.
@@ -135,24 +135,28 @@ class NonFiniteResponse:
         """
         if findings.bad_batch:
             return replace(state, recovery=self._skip(state, BadBatch(state.step - 1, tuple(rows(state.step - 1)))))
-        step, before = state.step - 1, state.recovery
-        bounds = replace(self._bounds, own_rows=findings.own_rows)
-        after = before.after(step, findings.nonfinite, bounds, (*findings.overflowed, *findings.dropped))
+        step, before = state.step - 1, [agent.recovery for agent in state.agents]
+        bounds, ignored = replace(self._bounds, own_rows=findings.own_rows), (*findings.overflowed, *findings.dropped)
+        # The step says nothing about agents that overflowed or are dropped.
+        after = [
+            each if k in ignored else each.after(step, k in findings.nonfinite, bounds) for k, each in enumerate(before)
+        ]
+        agents = tuple(replace(own, recovery=found) for own, found in zip(state.agents, after, strict=True))
+        state = replace(state, agents=agents, recovery=state.recovery.after_other_step())
         for k in findings.nonfinite:
-            logger.warning(_account(state.names[k], step, before.agents[k], after.agents[k]))
-            if after.agents[k].rollbacks > before.agents[k].rollbacks:
+            logger.warning(_account(state.names[k], step, before[k], after[k]))
+            if after[k].rollbacks > before[k].rollbacks:
                 kept = self._last_good.roll_back(k)
                 logger.warning(f"{state.names[k]}    rolled back to its weights and moments of step {kept}")
-        exhausted = [k for k in findings.nonfinite if after.agents[k].is_exhausted(self._bounds)]
+        exhausted = [agents[k] for k in findings.nonfinite if after[k].is_exhausted(self._bounds)]
         if exhausted:
-            if not self._drops_agents or len(self.dropped(after)) == len(after.agents):
-                raise _exhausted(after, exhausted, state.names, self._bounds)
-            names = ", ".join(state.names[k] for k in exhausted)
-            logger.warning(f"{names}    dropped; the others train on")
+            if not self._drops_agents or len(self.dropped(state)) == len(agents):
+                raise _exhausted(exhausted, self._bounds)
+            logger.warning(f"{', '.join(agent.name for agent in exhausted)}    dropped; the others train on")
         # An agent that was left out has no new state that proved to be finite.
-        moved = [k for k in range(len(after.agents)) if k not in findings.left_out]
+        moved = [k for k in range(len(agents)) if k not in findings.left_out]
         self._last_good.keep_if_due(state.step, moved)
-        return replace(state, recovery=after)
+        return state
 
     def _skip(self, state: TrainState, batch: BadBatch) -> RecoveryState:
         is_new = batch not in state.recovery.bad_batches
@@ -187,10 +191,10 @@ def _account(name: str, step: int, before: AgentRecovery, after: AgentRecovery) 
     return f"{name}    not finite in step {step + 1}, {before.nonfinite_in_a_row + 1} in a row: left out{cut}"
 
 
-def _exhausted(recovery: RecoveryState, agents: Sequence[int], all_names: Sequence[str], bounds: Bounds) -> NonFinite:
-    since = min(recovery.agents[k].episode_start or 0 for k in agents)
-    names = ", ".join(all_names[k] for k in agents)
-    rates = ", ".join(f"{recovery.agents[k].lr_factor:.3g}" for k in agents)
+def _exhausted(agents: Sequence[AgentState], bounds: Bounds) -> NonFinite:
+    since = min(agent.recovery.episode_start or 0 for agent in agents)
+    names = ", ".join(agent.name for agent in agents)
+    rates = ", ".join(f"{agent.recovery.lr_factor:.3g}" for agent in agents)
     return NonFinite(
         f"{names}: from step {since + 1} on not finite {bounds.max_in_a_row} times in a row, rolled back, and as often"
         f" once more, at {rates} of the learning rate",
@@ -218,12 +222,12 @@ def recovery_metrics(state: TrainState, batch_size: int) -> dict[str, float]:
         batch_size: as configured.
     """
     recovery, metrics = state.recovery, dict[str, float]()
-    for name, skipped, agent in zip(state.names, state.skipped, recovery.agents, strict=True):
-        if skipped:
-            metrics[f"train/{name}/skipped_steps"] = skipped
-        if agent != AgentRecovery():
-            metrics[f"train/{name}/learning_rate_share"] = agent.lr_factor
-            metrics[f"train/{name}/set_backs"] = agent.rollbacks
+    for agent in state.agents:
+        if agent.skipped:
+            metrics[f"train/{agent.name}/skipped_steps"] = agent.skipped
+        if agent.recovery != AgentRecovery():
+            metrics[f"train/{agent.name}/learning_rate_share"] = agent.recovery.lr_factor
+            metrics[f"train/{agent.name}/set_backs"] = agent.recovery.rollbacks
     if skipped_batches := sum(batch.step < state.step for batch in recovery.bad_batches):
         metrics["train/skipped_batches"] = skipped_batches
     if recovery.micro_batch_size is not None:

@@ -12,7 +12,7 @@ such steps in a row the weights are the probable cause, and the attempt ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ci_llm.core.run_folder import GOOD_AFTER_STEPS, BadBatch
@@ -94,7 +94,6 @@ class RecoveryState:
     """What a run does differently because of faults. It is part of checkpoints, and never changes the configuration.
 
     Attributes:
-        agents: [K].
         bad_batches: steps that are skipped without being computed, ascending.
         bad_batches_in_a_row: bad batches since the last other step. A step in which all agents overflow is another
             step: the loss scale is halved, so overflows stop by themselves.
@@ -104,17 +103,12 @@ class RecoveryState:
         pass_per_agent: whether every agent takes passes of its own, whatever is configured.
     """
 
-    agents: tuple[AgentRecovery, ...] = ()
     bad_batches: tuple[BadBatch, ...] = ()
     bad_batches_in_a_row: int = 0
     requested_lr_factor: float = 1.0
     micro_batch_size: int | None = None
     recompute: bool = False
     pass_per_agent: bool = False
-
-    def lr_factor(self, agent: int) -> float:
-        """The factor on the scheduled learning rate of an agent; exactly 1 in a run without faults."""
-        return self.requested_lr_factor * self.agents[agent].lr_factor
 
     def limit(self, batch_size: int) -> int:
         """Rows per process and micro-step where the configuration asks for `batch_size`."""
@@ -129,23 +123,12 @@ class RecoveryState:
         known = [batch.rows for batch in self.bad_batches if batch.step == step]
         return bool(known) and tuple(rows(step)) in known
 
-    def after(
-        self, step: int, nonfinite: Sequence[int], bounds: Bounds, overflowed: Sequence[int] = ()
-    ) -> RecoveryState:
-        """The state after a step in which some of the agents, but not all of them, were nonfinite.
-
-        The step says nothing about agents that were left out because they `overflowed`: their states stay.
-        """
-        agents = tuple(
-            agent if k in overflowed else agent.after(step, k in nonfinite, bounds)
-            for k, agent in enumerate(self.agents)
-        )
-        if agents == self.agents and not self.bad_batches_in_a_row:
-            return self
-        return replace(self, agents=agents, bad_batches_in_a_row=0)
+    def after_other_step(self) -> RecoveryState:
+        """The state after a step in which not all agents were nonfinite."""
+        return replace(self, bad_batches_in_a_row=0) if self.bad_batches_in_a_row else self
 
     def after_bad_batch(self, batch: BadBatch) -> RecoveryState:
-        """The state after a step in which all agents were nonfinite; the state of no agent changes."""
+        """The state after a step in which all agents were nonfinite."""
         return replace(self.with_batches([batch]), bad_batches_in_a_row=self.bad_batches_in_a_row + 1)
 
     def with_batches(self, batches: Sequence[BadBatch]) -> RecoveryState:
@@ -165,17 +148,8 @@ class RecoveryState:
             micro_batch_size=min(sizes, default=None),
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values under the keys of train_state.json."""
-        lists = {
-            "agents": [asdict(agent) for agent in self.agents],
-            "bad_batches": [batch.to_dict() for batch in self.bad_batches],
-        }
-        return asdict(self) | lists
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RecoveryState:
-        """The inverse of `to_dict`."""
-        agents = tuple(AgentRecovery(**agent) for agent in values["agents"])
+        """The inverse of `dataclasses.asdict`, also after a way through JSON."""
         batches = tuple(BadBatch(batch["step"], tuple(batch["rows"])) for batch in values["bad_batches"])
-        return cls(**{**values, "agents": agents, "bad_batches": batches})
+        return cls(**{**values, "bad_batches": batches})

@@ -6,7 +6,7 @@ A step replaces the plain values by new ones. They are the same on every process
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ci_llm.core.scores import METRICS
-from ci_llm.run.step.members import Members
-from ci_llm.run.step.nonfinite_policy import RecoveryState
+from ci_llm.run.step.members import CrowdChange, History
+from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,11 @@ class Best:
     step: int
     value: float
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any] | None) -> Best | None:
+        """The inverse of `dataclasses.asdict`; None stays None."""
+        return None if values is None else cls(**values)
+
 
 @dataclass(frozen=True)
 class Validation:
@@ -33,39 +38,29 @@ class Validation:
     Attributes:
         metric: what is compared: "nll" or "exact_match".
         step: the step of the last evaluation; 0: there was none.
-        crowd, agents: the best of the crowd, and of each agent alone; None before there is one.
+        crowd: the best of the crowd; None before there is one.
         without_better: evaluations in a row in which the crowd did not get better.
     """
 
     metric: str = "nll"
     step: int = 0
     crowd: Best | None = None
-    agents: tuple[Best | None, ...] = ()
     without_better: int = 0
 
-    def after(self, step: int, crowd: float, agents: Sequence[float]) -> Validation:
-        """The state with the evaluation after `step`.
+    def after(self, step: int, crowd: float) -> Validation:
+        """The state with the evaluation after `step`. Every gain makes a new best and resets the count."""
+        best = self.better(step, crowd, self.crowd)
+        without = 0 if best is not self.crowd else self.without_better + 1
+        return replace(self, step=step, crowd=best, without_better=without)
 
-        Every gain makes a new best and resets the count. NaN is never better.
-        """
-        lead = self._lead(crowd, self.crowd)
-        known = self.agents or (None,) * len(agents)
-        return Validation(
-            metric=self.metric,
-            step=step,
-            crowd=Best(step, crowd) if lead > 0 else self.crowd,
-            agents=tuple(
-                Best(step, value) if self._lead(value, best) > 0 else best
-                for value, best in zip(agents, known, strict=True)
-            ),
-            without_better=0 if lead > 0 else self.without_better + 1,
-        )
+    def better(self, step: int, value: float, best: Best | None) -> Best | None:
+        """The better of a new value and the best so far. NaN is never better, and an equal value is not."""
+        if math.isnan(value) or (best is not None and not self._leads(value, best.value)):
+            return best
+        return Best(step, value)
 
-    def _lead(self, value: float, best: Best | None) -> float:
-        """By how much `value` is better than the best so far; infinite for the first number, NaN for NaN."""
-        if best is None:
-            return value if math.isnan(value) else math.inf
-        return value - best.value if METRICS[self.metric].greater else best.value - value
+    def _leads(self, value: float, other: float) -> bool:
+        return value > other if METRICS[self.metric].greater else value < other
 
     @property
     def best_step(self) -> int | None:
@@ -79,23 +74,38 @@ class Validation:
         later = f", no gain in the last {self.without_better} evaluation(s)" if self.without_better else ""
         return f"best crowd by {self.metric} {self.crowd.value:.4f} after step {self.crowd.step}{later}"
 
-    def record(self) -> dict[str, Any]:
-        """`best` of evaluation.json."""
-        return {
-            "metric": self.metric,
-            "crowd": self.crowd and asdict(self.crowd),
-            "agents": [best and asdict(best) for best in self.agents],
-        }
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Validation:
         """The inverse of `dataclasses.asdict`."""
-        agents = tuple(_best(best) for best in values["agents"])
-        return cls(**{**values, "crowd": _best(values["crowd"]), "agents": agents})
+        return cls(**{**values, "crowd": Best.from_dict(values["crowd"])})
 
 
-def _best(values: Mapping[str, Any] | None) -> Best | None:
-    return None if values is None else Best(**values)
+@dataclass(frozen=True)
+class AgentState:
+    """What a run knows of one agent, beside its weights and moments.
+
+    Attributes:
+        number: its place in the configuration, which names it for good.
+        skipped: the steps in which it was left out because its gradient was not finite.
+        recovery: what the run does differently for it.
+        best: its best evaluation in the present crowd; None before there is one.
+    """
+
+    number: int
+    skipped: int = 0
+    recovery: AgentRecovery = field(default_factory=AgentRecovery)
+    best: Best | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the agent in metrics, in the log and in checkpoints."""
+        return f"agent{self.number}"
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> AgentState:
+        """The inverse of `dataclasses.asdict`."""
+        recovery, best = AgentRecovery(**values["recovery"]), Best.from_dict(values["best"])
+        return cls(**{**values, "recovery": recovery, "best": best})
 
 
 @dataclass(frozen=True)
@@ -103,57 +113,88 @@ class TrainState:
     """The position of a run.
 
     Attributes:
+        agents: the agents that stand in the crowd now, in its order, which is that of their numbers.
         step: optimizer steps taken; the next one is number `step`.
         samples_seen: rows consumed by all processes.
         tokens_seen: packed tokens consumed by all processes.
         rows_per_step: rows of one optimizer step over all processes, fixed at step 1 for the whole run.
-        skipped: per agent, the number of steps in which it was left out because its gradient was not finite.
         recovery: what the run does differently because of faults.
         loss_scale: the factor on fp16 losses; None in every other precision.
         clean_steps: steps since the last overflow or the last growth of the loss scale.
         validation: what the evaluations have shown so far.
-        members: the members of the crowd; None: the agents of the configuration, from the first step on.
+        history: how the crowd has changed, and will change.
     """
 
+    agents: tuple[AgentState, ...] = ()
     step: int = 0
     samples_seen: int = 0
     tokens_seen: int = 0
     rows_per_step: int = 0
-    skipped: tuple[int, ...] = ()
     recovery: RecoveryState = field(default_factory=RecoveryState)
     loss_scale: float | None = None
     clean_steps: int = 0
     validation: Validation = field(default_factory=Validation)
-    members: Members | None = None
+    history: History = field(default_factory=History)
+
+    @classmethod
+    def of_agents(cls, count: int, **values: Any) -> TrainState:
+        """The state of so many agents."""
+        return cls(tuple(AgentState(number) for number in range(count)), **values)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The number of every agent."""
+        return [agent.number for agent in self.agents]
 
     @property
     def names(self) -> list[str]:
         """The names of the agents, as metrics, the log and checkpoints have them."""
-        return self.members.folders if self.members else [f"agent{k}" for k in range(len(self.skipped))]
+        return [agent.name for agent in self.agents]
+
+    def lr_factor(self, agent: int) -> float:
+        """The factor on the scheduled learning rate of an agent; exactly 1 in a run without faults."""
+        return self.recovery.requested_lr_factor * self.agents[agent].recovery.lr_factor
 
     @property
     def best_note(self) -> str:
         """The end of the line about an evaluation if this step is the best one; else empty."""
         if self.validation.best_step != self.step:
             return ""
-        return "; best of this crowd" if self.members and self.members.made else "; best yet"
+        return "; best of this crowd" if self.history.made else "; best yet"
 
     @property
     def agent_steps(self) -> int:
         """Optimizer steps taken, counted for every agent that took them: they compare runs of different crowds."""
-        return self.members.agent_steps_at(self.step) if self.members else self.step * len(self.skipped)
+        return self.history.agent_steps + (self.step - self.history.since) * len(self.agents)
 
-    def with_members(self, members: Members, kept: Sequence[int]) -> TrainState:
-        """The state of a crowd from which agents have left; the search for its best step begins again.
+    def objection(self, change: CrowdChange, dropped: Collection[int] = ()) -> str | None:
+        """Why a change that somebody asks for cannot be made; None if it can.
 
         Args:
-            kept: the places of those that stay.
+            dropped: numbers of the agents that take no steps any more.
         """
+        if later := [each.step for each in self.history.planned if each.step > change.step]:
+            return f"an earlier attempt was asked for changes, the last after step {max(later)}: ask again then"
+        if change.agent not in self.numbers:
+            return f"there is no agent{change.agent}: there are {', '.join(self.names)}"
+        if {*self.numbers} <= {change.agent, *dropped}:
+            return f"agent{change.agent} is the only agent that trains"
+        return None
+
+    def with_planned(self, changes: Sequence[CrowdChange]) -> TrainState:
+        """The state with more changes of the crowd to come."""
+        return replace(self, history=self.history.with_planned(changes))
+
+    def after_changes(self) -> TrainState:
+        """The state after the changes of the crowd that are due; the search for its best step begins again."""
+        due, history = self.history.due(self.step), self.history
+        if not due:
+            return self
+        stopped = {change.agent for change in due}
         return replace(
             self,
-            members=members,
-            skipped=tuple(self.skipped[place] for place in kept),
-            recovery=replace(self.recovery, agents=tuple(self.recovery.agents[place] for place in kept)),
+            agents=tuple(replace(each, best=None) for each in self.agents if each.number not in stopped),
+            history=History(self.step, self.agent_steps, history.planned[len(due) :], (*history.made, *due)),
             validation=Validation(self.validation.metric, self.validation.step),
         )
 
@@ -164,13 +205,12 @@ class TrainState:
             left_out: agents that did not move.
             overflowed: the agents among them for which the loss scale was too large.
         """
-        skipped = tuple(n + (k in left_out) for k, n in enumerate(self.skipped))
         moved = replace(
             self,
             step=self.step + 1,
             samples_seen=self.samples_seen + samples,
             tokens_seen=self.tokens_seen + tokens,
-            skipped=skipped,
+            agents=tuple(replace(each, skipped=each.skipped + (k in left_out)) for k, each in enumerate(self.agents)),
         )
         return moved if self.loss_scale is None else moved._rescaled(self.loss_scale, overflow=bool(overflowed))
 
@@ -182,19 +222,42 @@ class TrainState:
             return replace(self, loss_scale=scale * 2, clean_steps=0)
         return replace(self, clean_steps=self.clean_steps + 1)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values under the keys of train_state.json."""
-        members = self.members and self.members.to_dict()
-        return asdict(self) | {"skipped": [*self.skipped], "recovery": self.recovery.to_dict(), "members": members}
+    def evaluated(self, crowd: float, agents: Sequence[float]) -> TrainState:
+        """The state with the evaluation after the present step; an evaluation counts once."""
+        if self.validation.step == self.step:
+            return self
+        better = self.validation.better
+        return replace(
+            self,
+            validation=self.validation.after(self.step, crowd),
+            agents=tuple(
+                replace(each, best=better(self.step, value, each.best))
+                for each, value in zip(self.agents, agents, strict=True)
+            ),
+        )
+
+    def judged_by(self, metric: str) -> TrainState:
+        """The state of a run that searches for its best step by this metric; by another one than before, anew."""
+        if metric == self.validation.metric:
+            return self
+        return replace(
+            self, validation=Validation(metric), agents=tuple(replace(each, best=None) for each in self.agents)
+        )
+
+    def best_record(self) -> dict[str, Any]:
+        """`best` of evaluation.json."""
+        best = [self.validation.crowd, *(each.best for each in self.agents)]
+        crowd, *agents = [each and asdict(each) for each in best]
+        return {"metric": self.validation.metric, "crowd": crowd, "agents": agents}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
-        """The inverse of `to_dict`."""
+        """The inverse of `dataclasses.asdict`, also after a way through JSON."""
         rebuilt = {
-            "skipped": tuple(values["skipped"]),
+            "agents": tuple(AgentState.from_dict(each) for each in values["agents"]),
             "recovery": RecoveryState.from_dict(values["recovery"]),
             "validation": Validation.from_dict(values["validation"]),
-            "members": values["members"] and Members.from_dict(values["members"]),
+            "history": History.from_dict(values["history"]),
         }
         return cls(**{**values, **rebuilt})
 
