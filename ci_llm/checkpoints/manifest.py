@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STEP_FOLDER = re.compile(r"checkpoint_step_(0|[1-9]\d*)$")
-FORMAT_VERSION = 2
-LAST_TO_READ_1 = "aff619e9"  # the last commit that reads format 1
+FORMAT_VERSION = 3  # one record for each agent in train_state.json
+LAST_TO_READ = {1: "aff619e9", 2: "d83c017a"}  # by format the last commit that reads it
 MAX_MANIFEST_BYTES = 256 << 20
 PICKLE_SUFFIXES = frozenset({".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".npy", ".npz", ".joblib"})
 NAMES_SHOWN = 5  # of damaged files in a message
@@ -148,9 +148,8 @@ def _check_version(version: Json) -> None:
     if type(version) is int and version == FORMAT_VERSION:
         return
     newer = isinstance(version, int) and version > FORMAT_VERSION
-    older = (
-        f"commit {LAST_TO_READ_1} of ci-llm is the last that reads it: finish or export it there, or begin a new run"
-    )
+    commit = LAST_TO_READ.get(version, LAST_TO_READ[1]) if isinstance(version, int) else LAST_TO_READ[1]
+    older = f"commit {commit} of ci-llm is the last that reads it: finish or export it there, or begin a new run"
     raise OtherFormat(
         f"this checkpoint has format {version or 'none'}, and this program reads format {FORMAT_VERSION}",
         hint="use a newer ci-llm, at least the one that wrote it" if newer else older,

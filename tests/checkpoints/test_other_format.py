@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from ci_llm import train
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import FORMAT_VERSION, read_manifest, read_step
 from ci_llm.cli.main import main
 from ci_llm.errors import DamagedCheckpoint, OtherFormat
 from tests.checkpoints.test_store import forge
 from tests.support import small_run
+from tools.format_fixture import FIXTURE, KEYS
 
 LAST = "commit aff619e9 of ci-llm is the last that reads it"
 
@@ -38,6 +41,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     ("run", "what", "hint"),
     [
         (1, "has format 1, and", LAST),
+        (2, "has format 2, and", "commit d83c017a of ci-llm is the last that reads it"),
         (None, "has format none, and", LAST),
         ("1", "has format 1, and", LAST),
         (FORMAT_VERSION + 1, f"has format {FORMAT_VERSION + 1}, and", "use a newer ci-llm"),
@@ -95,3 +99,14 @@ def test_a_new_run_takes_its_place_where_that_is_asked_for(run: Path, capsys: py
     assert main(["train", *words]) == 0
     assert read_manifest(run / "final_checkpoint").step == 1
     assert read_step(run / "overwritten/1/final_checkpoint") == 2
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_was_written_with_this_format_is_resumed(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURE, tmp_path / FIXTURE.name)
+    assert read_manifest(FIXTURE).step == 2
+    result = train(**KEYS, max_train_steps=4, output_dir=str(tmp_path))
+    assert (result.status, result.step) == ("completed", 4)
+    log = (tmp_path / "training.log").read_text()
+    assert "resume    step 2 of 4, verified" in log
+    assert "another run from here on (max_train_steps" in log, "all other settings are those of the checkpoint"
