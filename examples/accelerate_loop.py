@@ -1,8 +1,10 @@
 """A crowd in a plain Accelerate loop, reduced by DDP: run it by python, accelerate launch or torchrun, also once more.
 
-Killed and started again, it resumes from the last state. It ends with the agents of `train.py` with the same settings.
+Killed and started again, it resumes from the last state. It ends with the agents of `train.py` with the same settings:
+rows in their order, schedule, and each agent clipped by itself.
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import ci_llm
 from ci_llm import Config, Crowd, LoraSettings, StatefulSampler, load_base, load_rows, pack, tokenize
+from ci_llm.lora.schedules import factor
 
 SETTINGS = Config(max_train_samples=160, batch_size=4, gradient_accumulation_steps=2, lora_rank=4, learning_rate=4e-3)
 
@@ -29,7 +32,9 @@ def train(config: Config = SETTINGS, folder: Path = Path("ci_llm_output/plain"),
         dataloader_config=DataLoaderConfiguration(even_batches=False),  # which would train on some rows twice
     )
     base = load_base(config.model_name, device=accelerator.device, model_dtype=config.model_dtype)
-    crowd = Crowd(base.model, LoraSettings(config.num_agents, config.lora_rank, config.lora_alpha), base.name)
+    settings = LoraSettings(config.num_agents, config.lora_rank, config.lora_alpha, config.lora_dropout)
+    crowd = Crowd(base.model, settings, base.name)
+    agents = [[p for pair in agent.adapters.values() for p in pair] for agent in crowd.agents]
     found = load_rows(config, "train")
     with accelerator.main_process_first():
         rows = tokenize(found, base.tokenizer, max_seq_length=256, cache_folder=folder / "cache")
@@ -43,6 +48,8 @@ def train(config: Config = SETTINGS, folder: Path = Path("ci_llm_output/plain"),
     optimizer = torch.optim.AdamW(parameters, config.learning_rate, weight_decay=config.weight_decay)
     crowd, optimizer, loader = accelerator.prepare(crowd, optimizer, loader)
     ci_llm.register_hooks(accelerator)
+    steps = math.ceil(len(loader) / window)
+    share = factor(config.lr_scheduler_type, config.warmup_steps(steps), steps)  # of the peak; nothing of it to save
     done = 0
     if (state := ci_llm.latest_state(folder)) is not None:
         accelerator.load_state(str(state))
@@ -60,6 +67,10 @@ def train(config: Config = SETTINGS, folder: Path = Path("ci_llm_output/plain"),
                 total, targets = accelerator.reduce(torch.stack((total, targets)), "sum")
                 for parameter in parameters:
                     parameter.grad /= targets
+                for agent in agents if config.max_grad_norm else ():
+                    torch.nn.utils.clip_grad_norm_(agent, config.max_grad_norm)
+                for group in optimizer.param_groups:
+                    group["lr"] = config.learning_rate * share(done)
             optimizer.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
