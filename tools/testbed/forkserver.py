@@ -7,6 +7,7 @@ one thread, so that a child is as fresh as a process of its own. Client and serv
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -21,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ci_llm.core.imports import importing
 from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
@@ -103,12 +105,14 @@ class ForkServer:
 
 def serve(modules: Sequence[str]) -> None:
     """Import `modules`, then fork as asked until the client closes its end."""
-    for module in modules:
-        importlib.import_module(module)
+    with importing():
+        for module in modules:
+            importlib.import_module(module)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         importlib.import_module(request["target"][0])
+        gc.freeze()  # no child looks through what was there before it, whose pages it would copy
         print(json.dumps(_fork_all(request)), flush=True)
 
 
