@@ -70,7 +70,7 @@ def _commands(words: list[str]) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Install the devices, run, and leave the trace whatever happens; the words are those of this process by default."""
+    """Install the devices, run, and leave the trace whatever happens; by default the words of this process."""
     options = _options().parse_args(words)
     rank, memory_mb = int(os.environ.get("RANK", "0")), options.memory_mb
     if options.memory_mb_of and int(options.memory_mb_of[0]) == rank:
