@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import psutil
 
+from ci_llm.cli.main import main
 from ci_llm.core.run_status import is_alive
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer, Started
@@ -31,6 +32,11 @@ def hold_at(place: str, call: int = 1, until: Path | None = None) -> dict[str, s
     """The environment in which a trainer waits at a place, as tests/support/hold.py says."""
     file = Path(__file__).with_name("hold.py")
     return {"AT_START": str(file), "HOLD_AT": place, "HOLD_CALL": str(call), "HOLD_UNTIL": str(until or "")}
+
+
+def command(words: list[str]) -> int:
+    """A trial for the fork server: a command of ours."""
+    return main(words)
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

@@ -7,7 +7,6 @@ one thread, so that a child is as fresh as a process of its own. Client and serv
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import importlib
 import json
@@ -18,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import termios
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -83,7 +81,7 @@ class ForkServer:
         """Call `trial(**arguments)` in a forked child that goes on beside the test, in a session of its own.
 
         Args:
-            output: a named pipe that is open for reading, or a terminal, which is then also its input.
+            output: a named pipe that is open for reading.
             environment: variables of the child, beside the server's.
         """
         target = [trial.__module__, trial.__qualname__]
@@ -166,7 +164,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fork_beside(request: dict[str, Any]) -> dict[str, Any]:
-    output = os.open(request["output"], os.O_RDWR | os.O_NOCTTY)  # so that a reader of the pipe finds a writer
+    output = os.open(request["output"], os.O_WRONLY)  # before the client reads, which else would find no writer
     pid = os.fork()
     if not pid:
         end_with(lambda: _go_on_beside(request, output))
@@ -176,15 +174,17 @@ def _fork_beside(request: dict[str, Any]) -> dict[str, Any]:
 
 def _go_on_beside(request: dict[str, Any], output: int) -> int:
     os.setsid()
-    if os.isatty(output):
-        fcntl.ioctl(output, termios.TIOCSCTTY, 0)
-    os.dup2(output if os.isatty(output) else os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
+    _speak_to(output)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.update(request["environment"])
     return _called(request)
+
+
+def _speak_to(output: int) -> None:
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
 
 
 def _called(request: dict[str, Any]) -> int:
@@ -258,10 +258,7 @@ def _become(request: dict[str, Any], rank: int, port: str) -> None:
     """Turn this fork into the trial's process; never returns."""
 
     def trial() -> int:
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        _speak_to(os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND))
         if request["ranks"] > 1:
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(request["ranks"])}
             os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
