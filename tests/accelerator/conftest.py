@@ -1,13 +1,10 @@
-"""Programs on simulated GPUs, each in a process of its own: PyTorch asks for its device once, when it is imported."""
+"""Programs on simulated GPUs: PyTorch asks for its device once, so that a fork server of its own has loaded it."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,15 +12,14 @@ from typing import Any
 import pytest
 
 from tests.support.small_run import WORDS
-from tools.testbed.accelerator import library
-from tools.testbed.events import DEADLINE_S
+from tools.testbed.accelerator import fork, library
+from tools.testbed.forkserver import ForkServer
 
 
 @dataclass
 class Ran:
-    """A process that has ended, and its trace."""
+    """A process that has ended, and its trace; what two of them said is one text."""
 
-    code: int
     said: str
     trace: dict[str, Any]
 
@@ -46,33 +42,33 @@ class Ran:
 
 
 @pytest.fixture(scope="session")
-def device() -> Path:
-    """The compiled device; without it the test is skipped, with the reason."""
+def devices() -> Iterator[ForkServer]:
+    """Forks processes with simulated GPUs; where those cannot be built the test is skipped, with the reason."""
     try:
-        return library.built()
+        library.built()
     except library.CannotBuild as error:
         pytest.skip(f"the simulated GPU cannot be built: {error}; apt-get install g++ python3-dev")
+    with ForkServer(*fork.LOADED) as started:
+        yield started
 
 
 @dataclass
 class Simulated:
-    """Starts programs on simulated GPUs, in a folder of their own."""
+    """Forks programs on simulated GPUs, in a folder of their own."""
 
+    devices: ForkServer
     folder: Path
     base: str
     environment: dict[str, str] = field(default_factory=dict)
 
-    def __call__(self, *words: str, options: Sequence[str] = (), fails: bool = False) -> Ran:
+    def __call__(self, *words: str, options: Sequence[str] = ()) -> Ran:
         """Run a command of ci_llm, or several with `then` between them."""
-        trace = self.folder / "trace.json"
-        ended = self._start(["-m", "tools.testbed.accelerator", "--trace", str(trace), *options, *words])
-        if not fails:
-            assert ended.returncode == 0, ended.stdout[-8000:]
-        return Ran(ended.returncode, ended.stdout, json.loads(trace.read_text()))
+        said = self._run(fork.on_gpus, 1, words=self._words(*options, *words), environment=self.environment)
+        return Ran(said, json.loads((self.folder / "trace.json").read_text()))
 
-    def train(self, *keys: str, options: Sequence[str] = (), fails: bool = False) -> Ran:
+    def train(self, *keys: str, options: Sequence[str] = ()) -> Ran:
         """Train the toy base in `run`; a key given twice: the last wins."""
-        return self(*self.training(*keys), options=options, fails=fails)
+        return self(*self.training(*keys), options=options)
 
     def training(self, *keys: str) -> list[str]:
         """The words of a training run."""
@@ -80,38 +76,31 @@ class Simulated:
 
     def on_two(self, *words: str, options: Sequence[str] = ()) -> list[Ran]:
         """Run a training on two processes with a GPU each."""
-        trace = self.folder / "trace.json"
-        launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--standalone"]
-        own = ["-m", "tools.testbed.accelerator", "--trace", str(trace), "--devices", "2", *options, *words]
-        ended = self._start([*launcher, *own])
-        assert ended.returncode == 0, ended.stdout[-8000:]
-        return [Ran(0, ended.stdout, json.loads(trace.with_suffix(f".{rank}").read_text())) for rank in range(2)]
+        said = self._run(fork.on_gpus, 2, words=self._words("--devices", "2", *options, *words), environment={})
+        return [Ran(said, json.loads((self.folder / f"trace.{rank}").read_text())) for rank in range(2)]
 
     def on_cpu(self, *words: str) -> None:
         """Run a command of ci_llm without a GPU."""
-        ended = self._start(["-m", "ci_llm", *words])
-        assert ended.returncode == 0, ended.stdout[-8000:]
+        self._run(fork.on_cpu, 1, words=[*words])
 
-    def _start(self, words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-        root = str(Path(__file__).parents[2])
-        return subprocess.run(
-            [sys.executable, *words],
-            cwd=self.folder,
-            env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"} | self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
+    def _words(self, *words: str) -> list[str]:
+        return ["--trace", str(self.folder / "trace.json"), *words]
+
+    def _run(self, trial: Callable[..., int], ranks: int, **arguments: Any) -> str:
+        """What its processes said, which end well."""
+        (log := self.folder / "log").unlink(missing_ok=True)
+        codes = self.devices.run(trial, log, ranks=ranks, folder=str(self.folder), **arguments)
+        said = log.read_text()
+        assert codes == [0] * ranks, said[-8000:]
+        return said
 
 
 @pytest.fixture(scope="module")
-def simulated_in(device: Path, tmp_path_factory: pytest.TempPathFactory, narrow_base: str) -> Simulated:
+def simulated_in(devices: ForkServer, tmp_path_factory: pytest.TempPathFactory, narrow_base: str) -> Simulated:
     """For what several tests of a file look at."""
-    return Simulated(tmp_path_factory.mktemp("simulated"), narrow_base)
+    return Simulated(devices, tmp_path_factory.mktemp("simulated"), narrow_base)
 
 
 @pytest.fixture
-def simulated(device: Path, tmp_path: Path, narrow_base: str) -> Simulated:
-    return Simulated(tmp_path, narrow_base)
+def simulated(devices: ForkServer, tmp_path: Path, narrow_base: str) -> Simulated:
+    return Simulated(devices, tmp_path, narrow_base)

@@ -22,9 +22,10 @@ from ci_llm.cli import main
 from ci_llm.core.run_status import Status, pid_space
 from ci_llm.crowd import given_path
 from ci_llm.embedded import BASE_FOLDER, rows
-from tests.support.children import PYTHONPATH
+from tests.support.children import PYTHONPATH, Child, command
 from tests.support.crowds import K, save_crowd
 from tools.testbed.events import DEADLINE_S
+from tools.testbed.forkserver import ForkServer
 
 QUESTIONS = [row["question"] for row in rows("test")[:3]]
 SHORT = ["--max-new-tokens", "24"]
@@ -275,20 +276,19 @@ def test_a_run_that_is_still_training_answers_with_its_newest_checkpoint_and_say
     assert said.out == crowd.generate(QUESTIONS[0], max_new_tokens=24)[0] + "\n"
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_generate_and_printed_answers_stay(run: Path, crowd: Crowd, tmp_path: Path) -> None:
+def test_ctrl_c_ends_generate_and_printed_answers_stay(
+    run: Path, crowd: Crowd, server: ForkServer, tmp_path: Path
+) -> None:
     file = tmp_path / "many.txt"
     file.write_text("".join(f"{question}\n" for question in QUESTIONS * 400))
     words = ["generate", str(run), "--file", str(file), *SHORT, "--batch-size", "1", "--json"]
-    command = [sys.executable, "-m", "ci_llm", *words]
-    env = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        first = json.loads(process.stdout.readline())
-        process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 130
-    assert "Traceback" not in errors
+    with Child.forked(server, command, words=words) as child:
+        first = json.loads(child.read_until("{"))
+        child.signal(signal.SIGINT)
+        assert child.wait() == 130
+        child.read_to_the_end()
+    assert "Traceback" not in "\n".join(child.seen)
     assert first["answer"] == crowd.generate(QUESTIONS[0], max_new_tokens=24)[0]
-    assert all(json.loads(line)["prompt"] for line in rest.splitlines())
-    assert len(rest.splitlines()) < 1199
+    printed = [line for line in child.seen if line.startswith("{")]
+    assert all(json.loads(line)["prompt"] for line in printed)
+    assert len(printed) < 1200

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +23,9 @@ from ci_llm.distributed import processes as processes_module
 from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import LaunchError, ModelError, PeerLost
+from tests.support import world
 from tests.support.children import ROOT, SCRIPTS, Child, run_all
-from tools.testbed.forkserver import free_port
+from tools.testbed.forkserver import ForkServer, free_port
 
 WORLD = ROOT / "tests" / "support" / "world.py"
 ALONE = Launch("python", 1, 0, 0, 1, None, {})
@@ -90,7 +90,7 @@ def test_torchrun_with_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_srun_s_variables_are_enough_and_a_dead_peer_is_an_error_at_once(tmp_path: Path) -> None:
+def test_srun_s_variables_are_enough_and_a_dead_peer_is_an_error_at_once(server: ForkServer, tmp_path: Path) -> None:
     step = {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0",
@@ -100,8 +100,8 @@ def test_srun_s_variables_are_enough_and_a_dead_peer_is_an_error_at_once(tmp_pat
     }
     tasks = [{**step, "SLURM_PROCID": index, "SLURM_LOCALID": index} for index in "01"]
     with (
-        Child(sys.executable, WORLD, tmp_path, "die", env=tasks[0]) as survivor,
-        Child(sys.executable, WORLD, tmp_path, "die", env=tasks[1]) as dead,
+        Child.forked(server, world.trial, tasks[0], folder=str(tmp_path), then="die") as survivor,
+        Child.forked(server, world.trial, tasks[1], folder=str(tmp_path), then="die") as dead,
     ):
         assert dead.wait() == 9
         run_all([survivor])
@@ -130,13 +130,13 @@ def test_accelerate_that_starts_one_process_for_four_and_dies_of_a_signal(tmp_pa
 
 
 @pytest.mark.slow
-def test_two_runs_of_one_launcher_in_one_folder_are_refused(tmp_path: Path) -> None:
+def test_two_runs_of_one_launcher_in_one_folder_are_refused(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
-    with Child(sys.executable, WORLD, tmp_path / "first", "wait") as first:
+    with Child.forked(server, world.trial, folder=str(tmp_path / "first"), then="wait") as first:
         first.read_until("waiting")
         (tmp_path / "second").mkdir()
         (tmp_path / "second" / "shared").symlink_to(tmp_path / "first" / "shared")
-        with Child(sys.executable, WORLD, tmp_path / "second") as second:
+        with Child.forked(server, world.trial, folder=str(tmp_path / "second")) as second:
             run_all([second])
     (refused,) = told(tmp_path / "second", 1)
     assert (

@@ -3,63 +3,59 @@
 from __future__ import annotations
 
 import signal
+import threading
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed import PrefixStore, TCPStore
 
+from ci_llm.cli.main import main
 from ci_llm.core.run_status import read_status
+from ci_llm.distributed import processes
 from tests.support.campaign import sampled_cases
 from tests.support.children import Child
 from tests.support.small_run import WORDS
-from tools.testbed.forkserver import free_port
+from tools.testbed.forkserver import ForkServer, free_port
+from tools.testbed.moments import interfere
 
 pytestmark = pytest.mark.slow
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
-#: A trainer that says what it waits for at once, and what is given as the first word before it begins.
-TRAINER = """
-import sys, threading
-from torch import distributed as dist
-from ci_llm.distributed import processes
-from ci_llm.cli.main import main
-processes.MISSING_S, processes.MEETING_GRACE_S = 0.0, 0.2
-exec(sys.argv[1])
-sys.exit(main(["train", *sys.argv[2:]]))
-"""
-#: A peer that comes to the store and joins no group.
-PEER = """
-import sys
-from datetime import timedelta
-from torch.distributed import PrefixStore, TCPStore
-store = TCPStore("127.0.0.1", int(sys.argv[1]), None, False, timedelta(seconds=60), wait_for_workers=False)
-PrefixStore("ci_llm run 0", store).set("here 1", "")
-print("come", flush=True)
-sys.stdin.read()
-"""
-JOINING = """
-join = dist.init_process_group
-def joining(*arguments, **named):
-    print("joining", flush=True)
-    join(*arguments, **named)
-dist.init_process_group = joining
-"""
-#: Both say that they come to a place; one of them never does more.
-PLACE = """
-from {module} import {owner} as owner
-before = owner.{name}
-def at(*arguments, **named):
-    print("comes", flush=True)
-    if {held}:
-        threading.Event().wait()
-    return before(*arguments, **named)
-owner.{name} = at
-"""
 
 
-def trainer(rank: int, port: int, folder: Path, before: str = "", *words: str) -> Child:
+def train(words: list[str], place: str | None = None, says: str = "", held: bool = False) -> int:
+    """A trial for the fork server: a trainer that says at once what it waits for, and that it comes to a place.
+
+    Args:
+        held: whether it does no more from there.
+    """
+
+    def come() -> None:
+        print(says, flush=True)
+        if held:
+            threading.Event().wait()
+
+    processes.MISSING_S, processes.MEETING_GRACE_S = 0.0, 0.2  # type: ignore[misc]
+    if place is not None:
+        interfere(place, 1, come)
+    return main(["train", *WORDS, "max_train_steps=2", *words])
+
+
+def come_to_the_store(port: int) -> int:
+    """A trial for the fork server: a peer that joins no group."""
+    store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
+    PrefixStore("ci_llm run 0", store).set("here 1", "")
+    print("come", flush=True)
+    threading.Event().wait()
+    return 0
+
+
+def trainer(server: ForkServer, rank: int, port: int, folder: Path, *words: str, **at: Any) -> Child:
     left_over = {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
-    environ = {**left_over, "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
-    return Child.python(TRAINER, before, *WORDS, f"output_dir={folder}", "max_train_steps=2", *words, env=environ)
+    environment = {**left_over, "MASTER_PORT": str(port)}
+    return Child.forked(server, train, environment, words=[f"output_dir={folder}", *words], **at)
 
 
 @pytest.mark.parametrize(
@@ -67,10 +63,10 @@ def trainer(rank: int, port: int, folder: Path, before: str = "", *words: str) -
     sampled_cases([(rank, sent) for rank in (0, 1) for sent in STOPS], [(0, signal.SIGTERM), (1, signal.SIGINT)]),
 )
 def test_left_over_variables_are_named_and_a_signal_ends_the_wait(
-    rank: int, sent: signal.Signals, tmp_path: Path
+    rank: int, sent: signal.Signals, server: ForkServer, tmp_path: Path
 ) -> None:
     port = free_port()
-    with trainer(rank, port, tmp_path) as child:
+    with trainer(server, rank, port, tmp_path) as child:
         line = child.read_until("waiting ")
         assert (
             f"process {1 - rank} of 2 not yet at 127.0.0.1:{port}, by WORLD_SIZE=2 RANK={rank} LOCAL_RANK={rank}"
@@ -86,22 +82,23 @@ def test_left_over_variables_are_named_and_a_signal_ends_the_wait(
         assert not (tmp_path / "status.json").exists(), "the main process writes it"
 
 
-def test_what_is_complete_stays_complete(tmp_path: Path) -> None:
-    with Child.python(TRAINER, "", *WORDS, f"output_dir={tmp_path}", "max_train_steps=2") as child:
-        assert child.wait() == 0, child.seen
-    with trainer(0, free_port(), tmp_path) as child:
+def test_what_is_complete_stays_complete(server: ForkServer, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert server.run(train, log, words=[f"output_dir={tmp_path}"]) == [0], log.read_text()
+    with trainer(server, 0, free_port(), tmp_path) as child:
         child.read_until("waiting ")
         child.signal(signal.SIGTERM)
         assert child.wait() == 0, child.seen
     assert read_status(tmp_path).status == "completed"
 
 
-def test_a_peer_that_has_come_and_does_not_join(tmp_path: Path) -> None:
+def test_a_peer_that_has_come_and_does_not_join(server: ForkServer, tmp_path: Path) -> None:
     """torch waits for it in a call that no signal interrupts."""
     port = free_port()
-    with trainer(0, port, tmp_path, JOINING) as child:
+    joining = {"place": "torch.distributed.init_process_group", "says": "joining"}
+    with trainer(server, 0, port, tmp_path, **joining) as child:
         child.read_until("waiting ")
-        with Child.python(PEER, str(port)) as peer:
+        with Child.forked(server, come_to_the_store, port=port) as peer:
             peer.read_until("come")
             child.read_until("joining")
             child.signal(signal.SIGTERM)
@@ -109,24 +106,23 @@ def test_a_peer_that_has_come_and_does_not_join(tmp_path: Path) -> None:
     assert any("the other processes have not come: leaving" in line for line in child.seen)
 
 
-#: A place where processes meet, by what it is: its module, its owner, its name, and the step that is saved.
+#: A place where processes meet, by what it is, and the step that is saved.
 MEETINGS = {
-    "before the first step": ("ci_llm.distributed.processes", "Processes", "require_same_folder", 0),
-    "the first ballot": ("ci_llm.distributed.processes", "Processes", "agree", 0),
-    "an evaluation": ("ci_llm.run.step.evaluation", "Evaluator", "scores", 2),
+    "before the first step": ("ci_llm.distributed.processes.Processes.require_same_folder", 0),
+    "the first ballot": ("ci_llm.distributed.processes.Processes.agree", 0),
+    "an evaluation": ("ci_llm.run.step.evaluation.Evaluator.scores", 2),
 }
 SILENT = [(meeting, held) for meeting in MEETINGS for held in (0, 1)]
 
 
 @pytest.mark.parametrize(("meeting", "held"), sampled_cases(SILENT, [("the first ballot", 0), ("an evaluation", 1)]))
-def test_a_silent_peer_at_a_later_meeting(meeting: str, held: int, tmp_path: Path) -> None:
+def test_a_silent_peer_at_a_later_meeting(meeting: str, held: int, server: ForkServer, tmp_path: Path) -> None:
     """It lives, so that no connection is closed."""
-    module, owner, name, step = MEETINGS[meeting]
-    port, words = free_port(), ("grace_s=0.5", "save_steps=1")
-    place = {"module": module, "owner": owner, "name": name}
+    place, step = MEETINGS[meeting]
+    port, words, at = free_port(), ("grace_s=0.5", "save_steps=1"), {"place": place, "says": "comes"}
     with (
-        trainer(held, port, tmp_path, PLACE.format(held=True, **place), *words) as silent,
-        trainer(1 - held, port, tmp_path, PLACE.format(held=False, **place), *words) as child,
+        trainer(server, held, port, tmp_path, *words, held=True, **at) as silent,
+        trainer(server, 1 - held, port, tmp_path, *words, **at) as child,
     ):
         silent.read_until("comes")
         child.read_until("comes")

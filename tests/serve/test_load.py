@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import cycle
@@ -24,9 +23,10 @@ from ci_llm.serve import Options
 from ci_llm.serve.app import of_run, run_until_signal
 from tests.serve.listening import Listening, chat
 from tests.support import campaign
-from tests.support.children import Child
+from tests.support.children import Child, command
 from tests.support.crowds import disturbed_crowd
 from tools.testbed.events import DEADLINE_S
+from tools.testbed.forkserver import ForkServer
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def test_200_clients_get_their_own_answers_and_no_error_but_429(wide: Listening)
         for model in MODELS
         for question in QUESTIONS
     }
-    count, statuses, memory = campaign.size(500, 10_000), Counter[int](), list[int]()
+    count, statuses, memory = campaign.size(200, 10_000), Counter[int](), list[int]()
     waiting = cycle(wanted)
 
     async def client(session: aiohttp.ClientSession) -> None:
@@ -162,8 +162,8 @@ def test_an_error_in_a_step_fails_one_text_and_not_the_others(
 # As a process of its own
 
 
-def serving(saved: Path, *options: str) -> Child:
-    return Child(sys.executable, "-u", "-m", "ci_llm", "serve", saved, "--port", "0", *options)
+def serving(server: ForkServer, saved: Path, *options: str) -> Child:
+    return Child.forked(server, command, words=["serve", str(saved), "--port", "0", *options])
 
 
 def address(child: Child) -> str:
@@ -172,8 +172,8 @@ def address(child: Child) -> str:
     return found.group()
 
 
-def test_sigterm_finishes_open_requests_and_ends_the_process(saved: Path) -> None:
-    with serving(saved, "--max-num-seqs", "2", "--drain-seconds", "60") as child:
+def test_sigterm_finishes_open_requests_and_ends_the_process(server: ForkServer, saved: Path) -> None:
+    with serving(server, saved, "--max-num-seqs", "2", "--drain-seconds", "60") as child:
         url = address(child)
 
         async def ask() -> list[str]:
@@ -199,8 +199,8 @@ def test_sigterm_finishes_open_requests_and_ends_the_process(saved: Path) -> Non
     assert "Ann" not in log, "no content is in the log"
 
 
-def test_the_drain_has_a_bound(saved: Path) -> None:
-    with serving(saved, "--drain-seconds", "0") as child:
+def test_the_drain_has_a_bound(server: ForkServer, saved: Path) -> None:
+    with serving(server, saved, "--drain-seconds", "0") as child:
         url = address(child)
         body = chat(stream=True, n=16, **{**LONG, "max_tokens": 470})
         with httpx.stream(

@@ -109,6 +109,12 @@ def lose_a_peer(processes: Any) -> dict[str, Any]:
     return {"lost": None}
 
 
+def trial(folder: str, then: str = "end") -> int:
+    """For the fork server."""
+    main(Path(folder), then)
+    return 0
+
+
 def main(folder: Path, then: str) -> None:
     with Interrupts() as interrupts:
         launch = read_launch()

@@ -7,6 +7,7 @@ one thread, so that a child is as fresh as a process of its own. Client and serv
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -21,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ci_llm.core.imports import importing
 from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
@@ -68,14 +70,29 @@ class ForkServer:
             AssertionError: a child, or a child of a child, is still there after the deadline.
         """
         target = [trial.__module__, trial.__qualname__]
-        request = {"target": target, "arguments": arguments, "ranks": ranks, "log": str(log.resolve())}
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(request, default=str) + "\n")
-        self._server.stdin.flush()
-        answer = self._receive()
+        answer = self._ask({"target": target, "arguments": arguments, "ranks": ranks, "log": str(log.resolve())})
         assert not answer["late"], f"still running after {DEADLINE_S} s; it said:\n{log.read_text()}"
         codes: list[int] = answer["codes"]
         return codes
+
+    def start(
+        self, trial: Callable[..., int], output: Path, *, environment: Mapping[str, str] | None = None, **arguments: Any
+    ) -> Started:
+        """Call `trial(**arguments)` in a forked child that goes on beside the test, in a session of its own.
+
+        Args:
+            output: a named pipe that is open for reading.
+            environment: variables of the child, beside the server's.
+        """
+        target = [trial.__module__, trial.__qualname__]
+        own = {"output": str(output), "environment": {**(environment or {})}}
+        return Started(self, self._ask({"target": target, "arguments": arguments, **own})["pid"])
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(request, default=str) + "\n")
+        self._server.stdin.flush()
+        return self._receive()
 
     def _receive(self) -> dict[str, Any]:
         assert self._server.stdout is not None
@@ -98,18 +115,91 @@ class ForkServer:
         self.close()
 
 
+class Started:
+    """A child that goes on beside its test: as much of a `Popen` as one that is not the test's own child can be."""
+
+    stdin = None
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self._server, self.pid = server, pid
+        self._code: int | None = None
+
+    def send_signal(self, number: int) -> None:
+        if self._code is None:
+            os.kill(self.pid, number)
+
+    def wait(self, timeout: float) -> int:
+        """Its exit code, minus the signal's number for one that a signal killed.
+
+        Raises:
+            subprocess.TimeoutExpired: it is still there; it has been killed.
+        """
+        if self._code is None:
+            answer = self._server._ask({"wait": self.pid, "timeout": timeout})
+            self._code = answer["code"]
+            if answer["late"]:
+                raise subprocess.TimeoutExpired("a forked child", timeout)
+        return self._code
+
+
 # --------------------------------------------------------------------------------------------- in the server
 
 
 def serve(modules: Sequence[str]) -> None:
     """Import `modules`, then fork as asked until the client closes its end."""
-    for module in modules:
-        importlib.import_module(module)
+    with importing():
+        for module in modules:
+            importlib.import_module(module)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        request = json.loads(line)
-        importlib.import_module(request["target"][0])
-        print(json.dumps(_fork_all(request)), flush=True)
+        print(json.dumps(_answer(json.loads(line))), flush=True)
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    if "wait" in request:
+        return _wait_for_one(request["wait"], request["timeout"])
+    importlib.import_module(request["target"][0])
+    gc.freeze()  # no child looks through what was there before it, whose pages it would copy
+    return _fork_beside(request) if "output" in request else _fork_all(request)
+
+
+def _fork_beside(request: dict[str, Any]) -> dict[str, Any]:
+    output = os.open(request["output"], os.O_WRONLY)  # before the client reads, which else would find no writer
+    pid = os.fork()
+    if not pid:
+        end_with(lambda: _go_on_beside(request, output))
+    os.close(output)
+    return {"pid": pid}
+
+
+def _go_on_beside(request: dict[str, Any], output: int) -> int:
+    os.setsid()
+    _speak_to(output)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.update(request["environment"])
+    return _called(request)
+
+
+def _speak_to(output: int) -> None:
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+
+
+def _called(request: dict[str, Any]) -> int:
+    module, name = request["target"]
+    code: int = getattr(sys.modules[module], name)(**request["arguments"])
+    return code
+
+
+def _wait_for_one(pid: int, timeout: float) -> dict[str, Any]:
+    watched = os.pidfd_open(pid)
+    late = not select.select([watched], [], [], timeout)[0]
+    os.close(watched)
+    if late:
+        os.kill(pid, signal.SIGKILL)
+    return {"code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), "late": late}
 
 
 def _fork_all(request: dict[str, Any]) -> dict[str, Any]:
@@ -168,16 +258,11 @@ def _become(request: dict[str, Any], rank: int, port: str) -> None:
     """Turn this fork into the trial's process; never returns."""
 
     def trial() -> int:
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
+        _speak_to(os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND))
         if request["ranks"] > 1:
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(request["ranks"])}
             os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        module, name = request["target"]
-        code: int = getattr(sys.modules[module], name)(**request["arguments"])
-        return code
+        return _called(request)
 
     end_with(trial)
 

@@ -10,14 +10,13 @@ import argparse
 import os
 import runpy
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tools.testbed.accelerator import face  # before anything imports torch
 
 from ci_llm.cluster import deadline  # isort: skip
 from ci_llm.distributed import processes  # isort: skip
-
-RANK = int(os.environ.get("RANK", "0"))
 
 
 def _options() -> argparse.ArgumentParser:
@@ -70,11 +69,11 @@ def _commands(words: list[str]) -> int:
     return 0
 
 
-def main() -> int:
-    """Install the devices, run, and leave the trace whatever happens."""
-    options = _options().parse_args()
-    memory_mb = options.memory_mb
-    if options.memory_mb_of and int(options.memory_mb_of[0]) == RANK:
+def main(words: Sequence[str] | None = None) -> int:
+    """Install the devices, run, and leave the trace whatever happens; by default the words of this process."""
+    options = _options().parse_args(words)
+    rank, memory_mb = int(os.environ.get("RANK", "0")), options.memory_mb
+    if options.memory_mb_of and int(options.memory_mb_of[0]) == rank:
         memory_mb = options.memory_mb_of[1]
     face.install(options.devices, int(memory_mb * 2**20), tuple(options.capability))
     processes._backend = lambda on_cpu: "gloo"  # which lends itself the memory of the device
@@ -87,7 +86,7 @@ def main() -> int:
         return _commands(options.words)
     finally:
         if options.trace:
-            file = options.trace if "RANK" not in os.environ else options.trace.with_suffix(f".{RANK}")
+            file = options.trace if "RANK" not in os.environ else options.trace.with_suffix(f".{rank}")
             device, current = face.DEVICE, face.DEVICE.current_device()
             face.TRACE.written(file, contexts=device.contexts(), current=current, peak=device.peak(current))
 
