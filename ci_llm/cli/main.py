@@ -48,10 +48,10 @@ COMMANDS: Final = {
     "train": "ci_llm.cli.train:train",
     "check": "ci_llm.cli.train:check",
     "sweep": "ci_llm.cli.train:sweep",
-    "status": "ci_llm.cli.status:status",
-    "watch": "ci_llm.cli.status:watch",
+    "status": "ci_llm.cli.runs:status",
+    "watch": "ci_llm.cli.runs:watch",
     "supervise": "ci_llm.cli.supervise:supervise",
-    "agents": "ci_llm.cli.agents:agents",
+    "agents": "ci_llm.cli.runs:agents",
     "checkpoints": "ci_llm.cli.checkpoints:checkpoints",
     "generate": "ci_llm.cli.generate:generate",
     "chat": "ci_llm.cli.chat:chat",
@@ -60,8 +60,8 @@ COMMANDS: Final = {
     "evaluate": "ci_llm.cli.evaluate:evaluate_run",
     "export": "ci_llm.cli.export:export",
     "push": "ci_llm.cli.export:push",
-    "report": "ci_llm.cli.report:report_run",
-    "compare": "ci_llm.cli.report:compare_runs",
+    "report": "ci_llm.cli.runs:report_run",
+    "compare": "ci_llm.cli.runs:compare_runs",
 }
 
 
