@@ -1,5 +1,4 @@
-"""Commands about runs: `ci-llm status` and `watch` show their state, `report` and `compare` their results; and
-`ci-llm agents stop` stops an agent of one while it trains.
+"""Commands about runs: `status`, `watch`, `report` and `compare` show them, `agents stop` takes an agent out of one.
 
 All of them work by the files of the runs, on any machine that sees the folders.
 """
@@ -15,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ci_llm.cli.command import Parser, add_json, add_verb, agent_number, print_result, run_verb
+from ci_llm.cli.command import add_json, add_verb, agent_number, help_of, parser_of, print_result, run_verb
 from ci_llm.core.help import asked_help
 from ci_llm.core.imports import importing
 from ci_llm.core.run_folder import NOT_A_RUN, SWEEP
@@ -30,19 +29,11 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 
-STATUS_USAGE = """ci-llm status [RUN | --config FILE | key=value ...] [--json]
-Shows the state of a run and its reason, the last step, and the process; then progress, speed and time left, losses,
-the last evaluation, a warning if there is one, and the command that resumes it. RUN is its output_dir; with the
-arguments of train.py it is the run that they would train.
---json: the same as one JSON object; what is not known is null.
-exit codes: 0 completed, 75 interrupted, 3 running, 1 failed or vanished, 2 bad call
-example: ci-llm status ci_llm_output/mine"""
-
 
 def status(words: list[str]) -> int:
     """`ci-llm status RUN`, or with the arguments of train.py: the run that they would train."""
     if asked_help(words):
-        print(STATUS_USAGE)
+        print(help_of("status"))
         return 0
     from ci_llm.report.status import lines, look_at
 
@@ -65,28 +56,12 @@ def named_run(words: list[str]) -> Path:
     return read_configuration(words).config.run_folder
 
 
-_WATCH = """Shows runs in one table while they train: state, progress, loss, last evaluation, speed and time
-left; below it warnings, SLURM jobs, and the commands that resume interrupted runs. Of a single run it shows all that
-ci-llm status tells. It only reads files, and leaves when all runs have ended. Ctrl-C leaves earlier and
-changes nothing in a run."""
-
-_WATCH_EXAMPLES = """RUN is the folder of a run, or a folder that holds runs; by default the run that train.py
-would train. A run that does not exist yet is waited for. Where the output is no terminal, one picture is printed.
-
-exit codes: those of ci-llm status: 0 completed, 75 interrupted, 3 running, 1 failed or vanished, 2 bad call; of several
-runs, the first of 1, 75, 3 and 0 that one of them has
-
-examples:
-  ci-llm watch ci_llm_output/mine
-  ci-llm watch ci_llm_output --once
-  ci-llm watch ci_llm_output/seed* other/run"""
-
 INTERVAL_S: Final = 1.0
 
 
 def watch(words: list[str]) -> int:
     """`ci-llm watch RUN ...`."""
-    parser = Parser("ci-llm watch", description=_WATCH, epilog=_WATCH_EXAMPLES)
+    parser = parser_of("watch")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="an output folder; several share a table")
     parser.add_argument("--once", action="store_true", help="print one picture and leave")
     given = parser.parse_args(words)
@@ -134,17 +109,6 @@ def _redraw(scene: Scene) -> int:
             time.sleep(INTERVAL_S)
 
 
-_REPORT_EXAMPLE = (
-    "example: ci-llm report ci_llm_output\n\n"
-    "exit codes: 0 done; 1 the disk refuses the page; 2 bad call, no run, or a damaged file"
-)
-_COMPARE_EXAMPLE = (
-    "example: ci-llm compare ci_llm_output/a ci_llm_output/b\n"
-    "         ci-llm compare ci_llm_output/rates      the trials of a sweep\n\n"
-    "exit codes: 0 done; 2 bad call, no run, or a damaged file"
-)
-
-
 def report_run(words: Sequence[str]) -> int:
     """Write `RUN/report.html` and print its path.
 
@@ -153,8 +117,7 @@ def report_run(words: Sequence[str]) -> int:
         CiLlmError: the disk refuses the page.
         SystemExit: with 0, after `--help`.
     """
-    does = "Write RUN/report.html, one file that stands alone: scores, curves, attempts, and what time each fault cost."
-    parser = Parser("ci-llm report", description=does, epilog=_REPORT_EXAMPLE)
+    parser = parser_of("report")
     parser.add_argument("run", metavar="RUN", help="the output_dir of a run; it may still be running")
     call = parser.parse_args(words)
     with importing():
@@ -172,8 +135,7 @@ def compare_runs(words: Sequence[str]) -> int:
         BadInput: the call is wrong, there is no run, or a file of one is damaged.
         SystemExit: with 0, after `--help`.
     """
-    does = "Show what differs between runs: configurations, and scores with intervals against the first run."
-    parser = Parser("ci-llm compare", description=does, epilog=_COMPARE_EXAMPLE)
+    parser = parser_of("compare")
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="the output_dir of a run; two or more, or one of a sweep"
     )
@@ -214,12 +176,6 @@ def _show_trials(folder: Path, board: Leaderboard, *, is_alone: bool, as_json: b
     return 0
 
 
-_STOP: Final = """Stop an agent of a run. A running job does so after the step under way, on all its
-processes; a run that was interrupted does so after its first step. K is the number of the agent, as in agent2."""
-_STOP_EXAMPLES: Final = """examples:
-  ci-llm agents stop ci_llm_output 1     agent1 leaves; the steps get cheaper
-
-exit codes: 0 done, or left for the run; 1 the run refuses it; 2 bad call"""
 _POLL_S: Final = 0.1
 
 
@@ -231,7 +187,7 @@ def agents(words: Sequence[str]) -> int:
         CheckpointError: the request cannot be written.
         SystemExit: with 0, after `--help`.
     """
-    parser = Parser("ci-llm agents", description=_STOP, epilog=_STOP_EXAMPLES)
+    parser = parser_of("agents")
     verbs = parser.add_subparsers(metavar="VERB", required=True, dest="verb")
     does = "an agent leaves the crowd, and the steps get cheaper"
     more = " Its adapter stays in stopped/ of the checkpoints."
