@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ci_llm.cli import asking
-from ci_llm.cli.command import Parser, print_error
+from ci_llm.cli.command import parser_of, print_error
 from ci_llm.errors import BadInput, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -17,15 +17,7 @@ if TYPE_CHECKING:
     from ci_llm.crowd.crowd import Crowd
     from ci_llm.crowd.generation import Stream
 
-_DESCRIPTION = """Talk to the crowd of a run, with the chat template of its training. In a pipe each line is a turn.
-Ctrl-C stops an answer, Ctrl-D leaves, /help lists the commands."""
 _COMMON = ("--system", "--temperature", "--seed", "--aggregator", "--max-new-tokens")
-_EXAMPLES = """examples:
-  ci-llm chat ci_llm_output
-  ci-llm chat ci_llm_output --system "Answer in one sentence." --temperature 0.7
-  printf 'Hello\\nAnd in French?\\n' | ci-llm chat ci_llm_output
-
-exit codes: 0 left; 2 bad call; 130 Ctrl-C in a pipe"""
 
 _HELP: Final = """/agents      what each agent answers alone to the last message
 /reset       forget the conversation
@@ -44,7 +36,7 @@ def chat(words: Sequence[str]) -> int:
         BadInput: the call is wrong, or there is no crowd; through a pipe also a message that cannot be answered.
         SystemExit: with 0, after `--help`.
     """
-    parser = Parser("ci-llm chat", description=_DESCRIPTION, epilog=_EXAMPLES, common=_COMMON)
+    parser = parser_of("chat", _COMMON)
     asking.add_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="a message before the first turn: how to answer")
     call = parser.parse_args(words)

@@ -11,7 +11,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -65,6 +65,24 @@ class Parser(HelpfulParser):
     def error(self, message: str) -> NoReturn:
         instead = next((told for word, told in _REMOVED.items() if word in message.replace("_", "-")), None)
         raise ConfigError(message, where="command line", hint=instead or f"{self.prog} --help all")
+
+
+_HELP: Final = Path(__file__).with_name("help")
+
+
+def help_of(command: str) -> str:
+    """What a command says of itself, which stands in a file of its own."""
+    return (_HELP / f"{command}.txt").read_text(encoding="utf-8").rstrip("\n")
+
+
+def parser_of(command: str, common: Collection[str] | None = None) -> Parser:
+    """The parser of a command. Its help says what it does, and below an empty line examples and exit codes.
+
+    Args:
+        common: see `HelpfulParser`.
+    """
+    does, _, examples = help_of(command).partition("\n\n")
+    return Parser(f"ci-llm {command}", description=does, epilog=examples, common=common)
 
 
 def take_dry_run(words: Sequence[str]) -> tuple[bool, list[str]]:

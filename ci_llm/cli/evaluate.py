@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ci_llm.cli.command import Parser, add_json, at_least, print_result, probability, whole_checkpoint
+from ci_llm.cli.command import add_json, at_least, parser_of, print_result, probability, whole_checkpoint
 from ci_llm.core.imports import importing
 from ci_llm.core.quantities import duration
 from ci_llm.core.remote import is_url
@@ -17,20 +17,7 @@ from ci_llm.core.remote import is_url
 if TYPE_CHECKING:
     from ci_llm.evaluation.evaluate import Evaluation
 
-_DOES = """Ask agents and crowd the rows of a data set, score their answers, and keep every answer in a file.
-Without --data these are the rows of the run's own evaluation, and the figures those of its evaluation.json."""
 _COMMON = ("--data", "--max-samples", "--failed", "--calibrate", "--json")
-_EXAMPLES = """objective=module:name, if the run has this objective, takes the loss from your module.
-key=value changes a key of the run for this evaluation: aggregator, max_new_tokens_eval, max_seq_length,
-prompt_column, answer_column, text_column, dataset_subset.
-
-A call that was killed resumes after its last row when it is called again.
-
-examples: ci-llm evaluate ci_llm_output
-          ci-llm evaluate ci_llm_output --data my_test.jsonl --failed
-
-exit codes: 0 done; 1 out of memory; 2 bad call, no rows, no whole checkpoint, predictions of other rows or that cannot
-be written"""
 _LISTED_FAILURES = 10
 
 
@@ -70,7 +57,7 @@ def evaluate_run(words: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     from ci_llm.crowd.metrics import METRICS
 
-    parser = Parser("ci-llm evaluate", description=_DOES, epilog=_EXAMPLES, common=_COMMON)
+    parser = parser_of("evaluate", _COMMON)
     option = parser.add_argument
     option("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
     about = "a key of the configuration; --help all lists them"

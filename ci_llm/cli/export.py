@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ci_llm.cli.asking import find_run
-from ci_llm.cli.command import Parser, add_json, agent_number, at_least, print_result, whole_checkpoint
+from ci_llm.cli.command import add_json, agent_number, at_least, parser_of, print_result, whole_checkpoint
 from ci_llm.core.imports import importing
 from ci_llm.crowd.merging import DISTILLED, DISTILLED_DOES, METHODS, Distillation, Merge, merge_of
 from ci_llm.errors import BadInput, ModelError
@@ -22,17 +22,7 @@ if TYPE_CHECKING:
     from ci_llm.crowd.exporting import Export
 
 
-_DESCRIPTION = "Write a crowd for other programs: all agents, one of them, or one adapter that is made of all."
 _COMMON = ("--to", "--agent", "--merge", "--into-base", "--format")
-_EXAMPLES = """examples:
-  ci-llm export ci_llm_output --to agents                           every agent, a PEFT folder each
-  ci-llm export ci_llm_output --merge svd --to adapter              one adapter of the rank of the agents
-  ci-llm export ci_llm_output --agent 2 --into-base --to model      a model for Transformers alone
-  ci-llm export ci_llm_output --merge svd --format gguf --to llama  one adapter for llama.cpp and Ollama
-
-merges:
-"""
-_CODES = "\n\nexit codes: 0 done; 1 the disk failed; 2 bad call, no checkpoint, a damaged one"
 
 
 def export(words: Sequence[str]) -> int:
@@ -69,7 +59,8 @@ def export(words: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     does = {name: method.does for name, method in METHODS.items()} | {DISTILLED: DISTILLED_DOES}
     merges = "\n".join(f"  {name:<16} {what}" for name, what in does.items())
-    parser = Parser("ci-llm export", description=_DESCRIPTION, epilog=_EXAMPLES + merges + _CODES, common=_COMMON)
+    parser = parser_of("export", _COMMON)
+    parser.epilog = str(parser.epilog).replace("MERGES", merges)
     option = parser.add_argument
     option("run", metavar="RUN", help="the output_dir of a run, a checkpoint, a saved crowd, or a hub id")
     option("--to", type=Path, required=True, metavar="DIR", help="where; must not exist yet")
@@ -154,18 +145,6 @@ def _written(prepared: Export, call: argparse.Namespace) -> str:
     return f"{call.to}: {form}; README.md has the commands that open it"
 
 
-_DOES = """Publish the final_checkpoint of a run on the Hugging Face Hub: its agents, their tokenizers, and the card
-with the figures and the commands that serve them; no paths and addresses of this machine, its data and its mirror. The
-repository is private unless --public is given."""
-_PUSHES = """Call a push that was interrupted again: what the hub has got is not sent again. The token comes
-from `hf auth login`, or from HF_TOKEN in the environment.
-
-examples: ci-llm push ci_llm_output --to hub:user/name
-          ci-llm push ci_llm_output --to hub:user/name --merge svd
-
-exit codes: 0 done; 1 the hub does not answer, a damaged checkpoint; 2 bad call, no final checkpoint, the hub refuses"""
-
-
 def push(words: Sequence[str]) -> int:
     """Publish a run, and print where it is.
 
@@ -191,7 +170,7 @@ def push(words: Sequence[str]) -> int:
 
 
 def _push_parser() -> argparse.ArgumentParser:
-    parser = Parser("ci-llm push", description=_DOES, epilog=_PUSHES)
+    parser = parser_of("push")
     parser.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run that is complete")
     parser.add_argument("--to", required=True, metavar="hub:USER/NAME", help="the repository; made if there is none")
     parser.add_argument("--public", action="store_true", help="make a repository that everybody can see")

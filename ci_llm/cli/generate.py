@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ci_llm.cli import asking
-from ci_llm.cli.command import Parser, at_least, probability
+from ci_llm.cli.command import at_least, parser_of, probability
 from ci_llm.core.imports import importing
 from ci_llm.errors import ConfigError
 
@@ -18,15 +18,7 @@ if TYPE_CHECKING:
     from ci_llm.crowd.asking import Answer
     from ci_llm.crowd.text_scores import TextScore
 
-_DESCRIPTION = """Ask the crowd of a run. A terminal shows the answer and how sure the crowd is; a pipe gets the
-answer alone; --json gives one object per prompt."""
 _COMMON = ("--file", "--json", "--agents", "--temperature", "--max-new-tokens")
-_EXAMPLES = """examples:
-  ci-llm generate ci_llm_output "Ann has 7 pens. She buys 5. How many pens are there?"
-  ci-llm generate ci_llm_output --file questions.jsonl --json > answers.jsonl
-  echo "Ann has 7 pens." | ci-llm generate ci_llm_output -
-
-exit codes: 0 answered; 2 bad call; 130 Ctrl-C"""
 
 #: These come first in a JSON object, in this order.
 _FIRST = ("prompt", "answer", "agents", "confidence", "disagreement", "agreement", "probability_right")
@@ -39,7 +31,7 @@ def generate(words: Sequence[str]) -> int:
         BadInput: the call is wrong, there is no crowd, or a prompt cannot be used.
         SystemExit: with 0, after `--help`.
     """
-    parser = Parser("ci-llm generate", description=_DESCRIPTION, epilog=_EXAMPLES, common=_COMMON)
+    parser = parser_of("generate", _COMMON)
     asking.add_options(parser)
     option = parser.add_argument
     option("prompts", nargs="*", default=[], metavar="PROMPT", help="a prompt; - alone reads them from standard input")
@@ -111,14 +103,7 @@ def _as_json(answer: Answer, *, tokens: bool) -> str:
     return json.dumps({name: fields.pop(name) for name in _FIRST} | fields)
 
 
-_SCORES = """Score texts by the heads of a run, which objective reward, classification or regression has trained.
-Of rewards only differences between answers to one prompt have a meaning."""
 _SCORE_COMMON = ("--file", "--json", "--abstain-below")
-_SCORE_EXAMPLES = """examples:
-  ci-llm score ci_llm_output "Ann has 7 pens. She buys 5. How many pens are there?"
-  ci-llm score ci_llm_output --file texts.jsonl --json > scores.jsonl
-
-exit codes: 0 scored; 2 bad call; 130 Ctrl-C"""
 
 
 def score(words: Sequence[str]) -> int:
@@ -128,7 +113,7 @@ def score(words: Sequence[str]) -> int:
         BadInput: the call is wrong, the run has no heads, or a text cannot be used.
         SystemExit: with 0, after `--help`.
     """
-    parser = Parser("ci-llm score", description=_SCORES, epilog=_SCORE_EXAMPLES, common=_SCORE_COMMON)
+    parser = parser_of("score", _SCORE_COMMON)
     option = parser.add_argument
     option("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, or a hub id")
     option("texts", nargs="*", default=[], metavar="TEXT", help="a text; - alone reads them from standard input")

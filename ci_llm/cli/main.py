@@ -8,50 +8,21 @@ from importlib import import_module
 from typing import Final
 
 from ci_llm._version import __version__
-from ci_llm.cli.command import run_guarded
+from ci_llm.cli.command import help_of, run_guarded
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import ends_with_process
 
-USAGE = f"""CI-LLM {__version__}: trains a crowd of K LoRA agents on one frozen base, and resumes after interruptions.
-
-start here
-  train [key=value ...]                train, or resume where an earlier call stopped (python train.py)
-  check [key=value ...]                check whether a run will work here (python dry_run_sanity_check.py)
-  generate RUN "prompt"                ask the crowd: its answer, and how sure it is
-
-after the run
-  chat RUN                             talk to the crowd
-  serve RUN                            the crowd and its agents by OpenAI's API, with a chat page
-  score RUN "text"                     rewards, classes or numbers of texts, by agents that have heads
-  evaluate RUN [--data FILE]           ask agents and crowd the rows of a data set, and score the answers
-  report RUN                           write RUN/report.html: scores, curves, what each fault cost
-  compare RUN RUN ...                  compare configurations, scores and curves of runs, or the trials of a sweep
-  export RUN --to FOLDER               write PEFT folders, or one adapter made of all agents
-  push RUN --to hub:user/name          publish the agents on the Hugging Face Hub, with their card
-
-around the run
-  status [RUN]                         the state of a run: exit code 0 completed, 75 interrupted, 3 running,
-                                       1 failed or vanished
-  watch RUN ...                        runs side by side while they train
-  supervise [...] [-- command ...]     relaunch a training until it is done (python safe_train.py)
-  sweep 'key=[a,b,c]' ...              try settings of agents: the best continue, the others are pruned
-  agents stop RUN K                    stop an agent of a run while it trains
-  checkpoints list|verify|diff RUN     look at checkpoints; also prune, pull, push and import
-
-example: ci-llm train num_agents=8 learning_rate=1e-3 experiment_name=eight
-
-ci-llm VERB --help shows an example and the options that most people use, ci-llm VERB --help all the rest.
---debug shows debug lines, and the traceback of an error. --version shows the version."""
+USAGE: Final = help_of("ci-llm").replace("VERSION", __version__)
 
 # Each command is a function of its words after the name; its module loads when it is called.
 COMMANDS: Final = {
     "train": "ci_llm.cli.train:train",
     "check": "ci_llm.cli.train:check",
     "sweep": "ci_llm.cli.train:sweep",
-    "status": "ci_llm.cli.status:status",
-    "watch": "ci_llm.cli.status:watch",
+    "status": "ci_llm.cli.runs:status",
+    "watch": "ci_llm.cli.runs:watch",
     "supervise": "ci_llm.cli.supervise:supervise",
-    "agents": "ci_llm.cli.agents:agents",
+    "agents": "ci_llm.cli.runs:agents",
     "checkpoints": "ci_llm.cli.checkpoints:checkpoints",
     "generate": "ci_llm.cli.generate:generate",
     "chat": "ci_llm.cli.chat:chat",
@@ -60,8 +31,8 @@ COMMANDS: Final = {
     "evaluate": "ci_llm.cli.evaluate:evaluate_run",
     "export": "ci_llm.cli.export:export",
     "push": "ci_llm.cli.export:push",
-    "report": "ci_llm.cli.report:report_run",
-    "compare": "ci_llm.cli.report:compare_runs",
+    "report": "ci_llm.cli.runs:report_run",
+    "compare": "ci_llm.cli.runs:compare_runs",
 }
 
 

@@ -9,21 +9,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from ci_llm.cli import asking
-from ci_llm.cli.command import Parser, at_least, probability
+from ci_llm.cli.command import at_least, parser_of, probability
 from ci_llm.core.imports import importing
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import Interrupts
 from ci_llm.serve import LOCAL, Options
 
-_DESCRIPTION = """Serve the crowd of a run, its agents and its base by OpenAI's API, with a chat page at /.
-Answers are greedy unless a request has a temperature."""
 _COMMON = ("--host", "--port", "--api-key-file", "--max-num-seqs", "--engine")
-_EXAMPLES = """examples:
-  ci-llm serve ci_llm_output
-  curl localhost:8000/v1/chat/completions -d '{"model": "crowd", "messages": [{"role": "user", "content": "Hello"}]}'
-  ci-llm serve ci_llm_output --engine http://gpu:8000     a vLLM holds the agents as LoRA models; they vote here
-
-exit codes: 0 ended by SIGTERM or Ctrl-C; 1 the engine does not answer; 2 bad call"""
 _KEY = "CI_LLM_API_KEY"
 _HOLDS = "give a text file that holds the key and nothing else"
 _ENGINE_KEY = "CI_LLM_ENGINE_API_KEY"
@@ -60,7 +52,7 @@ def serve(words: Sequence[str]) -> int:
 
 def _options(words: Sequence[str]) -> Options:
     """The options of a call; a wrong one is refused before torch is imported."""
-    parser = Parser("ci-llm serve", description=_DESCRIPTION, epilog=_EXAMPLES, common=_COMMON)
+    parser = parser_of("serve", _COMMON)
     parser.set_defaults(**asdict(Options()))
     option = parser.add_argument
     option("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")

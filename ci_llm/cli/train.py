@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ci_llm._version import __version__
-from ci_llm.cli.command import print_line, take_dry_run
+from ci_llm.cli.command import help_of, print_line, take_dry_run
 from ci_llm.cluster.launch import STARTED, Launch, accelerate_settings, exit_code_after_stop, read_launch
 from ci_llm.cluster.starter import processes_to_start, start_again, tell, without_options
 from ci_llm.core.help import ALL, REST, asked_help
@@ -79,26 +79,8 @@ def start(
 
 _LOGGER = logging.getLogger(__name__)
 
-TRAIN_USAGE = """python train.py [--config FILE] [--continue] [key=value | --key value | --key=value ...]
-Trains, or resumes where an earlier call stopped.
-The command line wins over the file, the file over `accelerate launch`, and that over the defaults below.
-Without --config the file is configs.yaml of the current folder, else the project's own.
-"""
-TRAIN_OPTIONS = """--continue: refuse to start without a checkpoint. --dry-run: only check that the run will work here.
---distributed: one process per GPU of this machine; --distributed=N: N processes.
---debug: show debug lines, and the traceback of an error.
-Names of Trainer, PEFT and TRL work too (docs/keys.md).
-"""
-TRAIN_EXAMPLE = """
-example: python train.py --config configs/qwen2.5_0.5b_gsm8k.yaml dataset_name=my.jsonl experiment_name=mine
-"""
 #: The keys that most people give.
 COMMON_KEYS = ("model_name", "dataset_name", "num_agents", "epochs", "experiment_name")
-
-CHECK_USAGE = """python dry_run_sanity_check.py [--config FILE] [key=value ...]   with the arguments of train.py
-Tries at toy size on this machine what the run will need, and leaves nothing but the cache of the data set.
-Exit code 0 if all checks pass.
-example: python dry_run_sanity_check.py --config configs/qwen2.5_0.5b_gsm8k.yaml batch_size=16"""
 
 
 def train(words: list[str]) -> int:
@@ -151,17 +133,18 @@ def _holds_a_step(mirror: str) -> bool:
 def _print_train_help(*, in_full: bool) -> int:
     from ci_llm.config import describe_keys
 
+    usage, options, example = help_of("train").split("\n\n")
     if in_full:
-        print(f"{TRAIN_USAGE}{TRAIN_OPTIONS}{TRAIN_EXAMPLE}\n{describe_keys()}")
+        print(f"{usage}\n{options}", example, describe_keys(), sep="\n\n")
     else:
-        print(f"{TRAIN_USAGE}\n{describe_keys(COMMON_KEYS)}\n{TRAIN_EXAMPLE}\n--help all: every option and every key")
+        print(usage, describe_keys(COMMON_KEYS), example, "--help all: every option and every key", sep="\n\n")
     return 0
 
 
 def check(words: list[str]) -> int:
     """`ci-llm check`, and `python dry_run_sanity_check.py`."""
     if asked_help(words):
-        print(CHECK_USAGE)
+        print(help_of("check"))
         return 0
     with Interrupts(announce=lambda line: print(line.partition(":")[0] + ": leaving", file=sys.stderr)) as interrupts:
         read = read_configuration(words)
@@ -171,29 +154,6 @@ def check(words: list[str]) -> int:
             from ci_llm.dry_run.plan import dry_run
 
         return dry_run(read.config, interrupts, launch, debug="--debug" in words)
-
-
-SWEEP_USAGE = """ci-llm sweep [--config FILE] [--continue] [--dry-run] [key=value ...] 'key=SPACE' ...
-Trains agents with different settings as one crowd. At each rung the best continue and the others leave; the last ones
-are trained to the end, with the bits that they would have alone. The same command resumes where an earlier one stopped.
-
-A SPACE is a list [a,b,c], log(low,high) or uniform(low,high); in the file also {low: , high: , log: true}. Keys:
-SPACES
-"""
-REST_OF_SWEEP_USAGE = """
-All other keys are those of ci-llm train. The file may have a section `sweep:` with spaces and these keys:
-KEYS
-
---continue: refuse to start where there is no sweep yet.
---dry-run: check this machine, and say what the sweep costs in memory, disk and time; nothing is trained.
---debug: show debug lines, and the traceback of an error.
-
-It leaves in output_dir: sweep.json (trials, scores, the best), best/ (plain PEFT), segments/ (the runs), tensorboard/.
-exit codes: those of ci-llm train
-"""
-SWEEP_EXAMPLE = """
-example: ci-llm sweep 'learning_rate=log(5e-4,1.6e-2)' 'lora_rank=[4,8,16]' trials=16 experiment_name=rates
-"""
 
 
 def sweep(words: list[str]) -> int:
@@ -294,7 +254,5 @@ def _sweep_usage(*, in_full: bool) -> str:
         told, column = str(about.description), " " * 28
         keys.append(textwrap.fill(told, width=110, initial_indent=f"{head:<27} ", subsequent_indent=column))
     spaces = textwrap.fill(", ".join(SPACE_KEYS), width=110, initial_indent="  ", subsequent_indent="  ")
-    usage = SWEEP_USAGE.replace("SPACES", spaces)
-    if not in_full:
-        return f"{usage}{SWEEP_EXAMPLE}\n{REST}"
-    return usage + REST_OF_SWEEP_USAGE.replace("KEYS", "\n".join(keys)) + SWEEP_EXAMPLE
+    parts = help_of("sweep").replace("SPACES", spaces).replace("KEYS", "\n".join(keys)).split("\n\n")
+    return "\n\n".join(parts if in_full else [*parts[:2], parts[-1], REST])

@@ -103,14 +103,15 @@ def _are_turns(value: Any) -> bool:
 
 def _read_pair(row: RawRow) -> Row | None:
     """A prompt, with its context and input, and its answer; both may be messages."""
+    row = _opened(row)
     given, answer = _asked(row), _said(row["answer"])
     begin = len(given) if _are_turns(row["prompt"]) else 0
-    return _chat((*given, *answer), begin, _tools(row)) if given and answer else None
+    return _chat((*given, *answer), begin, tools_of(row.get("tools"))) if given and answer else None
 
 
 def _asked(row: RawRow) -> tuple[Message, ...]:
     """What is asked: system text, earlier turns and the prompt, with its context and its input; empty without one."""
-    prompt = _turns(row.get("prompt"))
+    prompt = row.get("prompt")
     if _are_turns(prompt):
         if beside := [part for part in ("context", "input", "history") if row.get(part)]:
             raise ValueError(f"{beside[0]} stands beside a prompt of messages; write it into one of them")
@@ -121,20 +122,16 @@ def _asked(row: RawRow) -> tuple[Message, ...]:
     return turns if not turns or turns[0].role == "system" else (*_system(row), *turns)
 
 
-def _turns(prompt: Any) -> Any:
-    """A prompt, of which OpenAI's pairs have messages and tools in an object."""
+def _opened(row: RawRow) -> RawRow:
+    """A row whose prompt is an object, as in OpenAI's pairs, with its messages and its tools as columns."""
+    prompt = row.get("prompt")
     if not isinstance(prompt, Mapping):
-        return prompt
+        return row
     if odd := {key for key, value in prompt.items() if value} - {"messages", "tools", "parallel_tool_calls"}:
         raise ValueError(
             f"a prompt that is an object has messages and tools, and this one has {', '.join(sorted(odd))}"
         )
-    return prompt.get("messages") or []
-
-
-def _tools(row: RawRow) -> tuple[Any, ...]:
-    prompt = row.get("prompt")
-    return tools_of(row.get("tools") or (prompt.get("tools") if isinstance(prompt, Mapping) else None))
+    return {**row, "prompt": prompt.get("messages") or [], "tools": row.get("tools") or prompt.get("tools")}
 
 
 def _history(value: Any) -> tuple[Message, ...]:
@@ -160,6 +157,7 @@ def _read_preference(row: RawRow) -> Row | None:
                 " text_column=chosen learns the better texts as they are"
             )
         return Pair(Completion(text_of(prompt), chosen), Completion(text_of(prompt), rejected), _margin(row))
+    row = _opened(row)
     said, given = [*map(_said, answers)], _asked(row)
     if not all(said) or said[0] == said[1]:
         return None
@@ -171,7 +169,7 @@ def _read_preference(row: RawRow) -> Row | None:
         differ = [first != second for first, second in zip(*said, strict=False)]
         begin = differ.index(True) if True in differ else len(differ)
     system = () if said[0][0].role == "system" else _system(row)
-    better, worse = (_chat((*system, *each), len(system) + begin, _tools(row)) for each in said)
+    better, worse = (_chat((*system, *each), len(system) + begin, tools_of(row.get("tools"))) for each in said)
     return Pair(better, worse, _margin(row)) if better and worse else None
 
 

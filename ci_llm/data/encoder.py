@@ -22,35 +22,19 @@ from ci_llm.errors import DataError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: For a tokenizer without a chat template: BOS if it has one, what the user says and a line break, what the
-#: assistant says and EOS. It is saved with the adapters.
-BUILT_IN_TEMPLATE: Final = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"
-    "{% else %}{{ message['content'] }}{{ '\\n' }}{% endif %}"
-    "{% endfor %}"
-)
 
-#: A header says who speaks, so that the turns of a long chat can be told apart; needs no special token but EOS.
-_ROLES: Final = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '### ' ~ message['role'] | capitalize ~ ':\\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}{{ '\\n' }}"
-    "{% else %}{{ message['content'] ~ '\\n\\n' }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '### Assistant:\\n' }}{% endif %}"
-)
-_CHATML: Final = (
-    "{% for message in messages %}{{ '<|im_start|>' ~ message['role'] ~ '\\n' }}"
-    "{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] ~ '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
-    "{% else %}{{ message['content'] ~ '<|im_end|>\\n' }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
+def _built_in(name: str) -> str:
+    """A template of this package; in its file it has line breaks that are none of its text."""
+    file = Path(__file__).with_name("chat_templates") / f"{name}.jinja"
+    return "".join(file.read_text(encoding="utf-8").splitlines())
 
-#: The built-in templates by the name that `chat_template` takes.
-BUILT_IN: Final[Mapping[str, str]] = {"plain": BUILT_IN_TEMPLATE, "roles": _ROLES, "chatml": _CHATML}
+
+#: The built-in templates by the name that `chat_template` takes. `plain`: BOS if the tokenizer has one, what the user
+#: says and a line break, what the assistant says and EOS. `roles` says who speaks, so that the turns of a long chat can
+#: be told apart, and needs no special token but EOS.
+BUILT_IN: Final[Mapping[str, str]] = {name: _built_in(name) for name in ("plain", "roles", "chatml")}
+#: For a tokenizer without a chat template. It is saved with the adapters.
+BUILT_IN_TEMPLATE: Final = BUILT_IN["plain"]
 
 
 #: The line about a template that is not one of these. It is kept with the tokens, which do not know where it is from.

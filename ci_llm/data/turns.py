@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -28,8 +29,8 @@ _PIECE: Final = re.compile(r"<[^<>]*>|\s|[^<\s]+|<")
 
 #: Small chats, to see what a template does.
 _ASKED, _ANSWER = Message("user", "Q"), Message("assistant", "A")
-_CALL: Final = {"id": "call00001", "type": "function", "function": {"name": "find", "arguments": {"name": "it"}}}
-_CALLING = Message("assistant", "", (_CALL,))
+CALL: Final = {"id": "call00001", "type": "function", "function": {"name": "find", "arguments": {"name": "it"}}}
+_CALLING = Message("assistant", "", (CALL,))
 _RESULT = Message("tool", "R", more={"name": "find", "tool_call_id": "call00001"})
 
 
@@ -270,21 +271,20 @@ class Turns:
     @cached_property
     def _wants_parts(self) -> bool:
         """Whether content has to be a list of parts, as templates for pictures have it."""
-        probe = Chat((_ASKED, _ANSWER))
-        return not self._shows(self._seen(probe)) and self._shows(self._seen(probe, in_parts=True))
+        return self._wants(Chat((_ASKED, _ANSWER)), in_parts=True)
 
     @cached_property
     def _wants_text(self) -> bool:
         """Whether the arguments of calls have to be text, as in DeepSeek's."""
-        probe = Chat((_ASKED, _CALLING, _RESULT, _ANSWER))
-        return not self._shows(self._seen(probe)) and self._shows(self._seen(probe, calls_as_text=True))
+        return self._wants(Chat((_ASKED, _CALLING, _RESULT, _ANSWER)), calls_as_text=True)
 
-    def _shows(self, view: View) -> bool:
-        try:
-            self._require_shown(view)
-        except RefusedRowError:
-            return False
-        return True
+    def _wants(self, probe: Chat, **how: bool) -> bool:
+        """Whether the template shows a small chat in this way, and not as it is."""
+        for options, wanted in ({}, False), (how, True):
+            with suppress(RefusedRowError):
+                self._require_shown(self._seen(probe, **options))
+                return wanted
+        return False
 
 
 #: Parts of a chat that are somewhere in its text.

@@ -13,20 +13,6 @@ from ci_llm.core.help import HelpfulParser
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.policy import Policy
 
-_DESCRIPTION = """Runs a training until it is done. It watches the output, and after a failure launches the training
-again: with a smaller learning rate after NaN, with a smaller batch after out of memory. It never changes a
-configuration file, leaves no process behind, and writes what happened to safe_train.log."""
-_EXAMPLES = """examples:
-  python safe_train.py num_agents=8 -- torchrun --nproc-per-node 4 train.py
-  python safe_train.py                                      this project's trainer, with configs.yaml
-  python safe_train.py --train-script train.py --config-path configs --config-name config training.learning_rate=1e-3
-  python safe_train.py --train-script fit.py --config-flag=--config --config my.yaml --lr-key optim.lr
-  python safe_train.py --lr-key lr -- python fit.py --lr 1e-3
-  python safe_train.py --config my.yaml --lr-key optim.lr -- accelerate launch fit.py my.yaml
-  python safe_train.py --on-retry --init_from=resume --goes-on-from out/ckpt.pt -- python train.py config/gpt2.py
-
-exit codes: 0 completed, 2 bad call, 75 interrupted (call it again), 1 gave up, 130 aborted by a second Ctrl-C"""
-
 DEFAULT_SCRIPT: Final = Path("train.py")
 _OF_EXTERNAL_SCRIPTS: Final = (
     *("config_path", "config_name", "config_flag", "lr_key", "batch_size_key", "scale_with_batch"),
@@ -118,11 +104,12 @@ class _Parser(HelpfulParser):
 
 
 def _parser() -> argparse.ArgumentParser:
+    does, _, examples = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").strip().partition("\n\n")
     parser = _Parser(
         prog="safe_train.py",
         usage="python safe_train.py [options] [key=value ...] [-- command ...]",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
+        description=does,
+        epilog=examples,
         common=("--config", "--train-script", "--lr-key", "--max-retries", "--grace"),
     )
     add = parser.add_argument_group("what to run").add_argument

@@ -123,7 +123,7 @@ def test_the_first_page_has_every_verb_in_its_group(capsys: pytest.CaptureFixtur
 def test_debug_prints_debug_lines(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps(asdict(COMPLETED)))
     done = run("-m", "ci_llm", "status", "--debug", tmp_path)
-    assert f"ci_llm.cli.status: reads {tmp_path / 'status.json'}" in done.stderr
+    assert f"ci_llm.cli.runs: reads {tmp_path / 'status.json'}" in done.stderr
     assert "debug" not in run("-m", "ci_llm", "status", tmp_path).stderr
     bad = run("-m", "ci_llm", "train", "--debug", "num_agent=3").stderr
     assert "debug" in bad.splitlines()[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import trl
 from transformers import PreTrainedTokenizerFast
 
-from ci_llm.data.encoder import Encoder, RefusedRowError
+from ci_llm.base.load import load_base
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.data.batches import pack
+from ci_llm.data.encoder import Encoder, Example, RefusedRowError
 from ci_llm.data.prompts import Prompter, last_answer
 from ci_llm.data.rendering import ChatTemplate
 from ci_llm.data.rows import Chat, PromptForm, messages_of
+from ci_llm.lora.settings import LoraSettings
 from tests.data.test_encoder import byte_tokenizer, learned
 
 TEMPLATES = {file.stem: file.read_text() for file in sorted(Path(trl.__file__).parent.glob("chat_templates/*.jinja"))}
@@ -217,6 +223,13 @@ def test_a_chat_reads_as_transformers_writes_it(name: str) -> None:
         assert re.search("2026-01-02|02 Jan 2026", encoder_of(name).turns.text(chat("one turn")))
 
 
+def form_of(example: Example) -> PromptForm:
+    """How prompts are worded for an agent that learned such chats."""
+    if "without thoughts" in example.remarks:
+        return "chat without thoughts"
+    return "chat with thoughts" if "with thoughts" in example.remarks else "chat"
+
+
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_prompt_of_generation_is_what_training_saw_before_the_last_answer(name: str) -> None:
@@ -224,11 +237,7 @@ def test_the_prompt_of_generation_is_what_training_saw_before_the_last_answer(na
     for shape in shown(name):
         row = chat(shape)
         example = encoder.encode(row)
-        form: PromptForm = "chat"
-        if "without thoughts" in example.remarks:
-            form = "chat without thoughts"
-        elif "with thoughts" in example.remarks:
-            form = "chat with thoughts"
+        form = form_of(example)
         turns = [message.as_turn() for message in row.messages[:-1]]
         seen = example.input_ids[: last_answer(example).start].tolist()
         prompter = prompters.setdefault(form, Prompter(tokenizer, form))
@@ -325,6 +334,60 @@ def test_marked_answers_are_context_under_every_kind_of_template() -> None:
         row = replace(row, messages=(row.messages[0], first, *row.messages[2:]))
         runs = learned(encoder_of(name).encode(row), tokenizer_of(name))
         assert [re.sub("<think>\\s*</think>\\s*|" + SPECIAL.pattern, "", run).strip() for run in runs] == ["two", "one"]
+
+
+def base_with_tokens_of(name: str) -> Any:
+    """The embedded base with the tokens of a template, as bases that come with the template have them.
+
+    Transformers gives new tokens embeddings so alike that a frozen base cannot tell them apart; here each has its own.
+    """
+    base = load_base("embedded")
+    base.tokenizer.chat_template = TEMPLATES[name]
+    base.tokenizer.add_special_tokens({"additional_special_tokens": sorted({*SPECIAL.findall(TEMPLATES[name])})})
+    base.tokenizer.add_tokens(["<think>", "</think>", "final"])
+    known = base.model.config.vocab_size
+    base.model.resize_token_embeddings(len(base.tokenizer), mean_resizing=False)
+    embeddings = base.model.get_input_embeddings().weight.data
+    embeddings[known:].normal_(0, float(embeddings[:known].std()), generator=torch.Generator().manual_seed(0))
+    return base
+
+
+def learn(crowd: Crowd, batch: Any, *, at_most: int) -> None:
+    """Overfit until every target is the most probable token."""
+    parameters = [each for each in crowd.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=4e-3, weight_decay=0, betas=(0.9, 0.95))
+    for step in range(at_most):
+        log_probs = crowd(batch).log_probs
+        if float(log_probs.detach().min()) > math.log(0.5):
+            return
+        optimizer.param_groups[0]["lr"] = 4e-3 * min(1, (step + 1) / 10)
+        (-log_probs.mean()).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    raise AssertionError(f"not learned in {at_most} steps: {log_probs.detach().min()} nats")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseekv3", "gemma3", "glm4moe", "gptoss", "lfm2", "qwen3"])
+def test_an_agent_that_learned_twelve_chats_ends_its_turn(name: str) -> None:
+    """By an end of its own, by that of a text, or by the token that begins the next turn, as in GLM."""
+    base = base_with_tokens_of(name)
+    encoder = Encoder(base.tokenizer)
+    turns = [
+        [user(f"Ann has {n} pens."), says(f"{n}"), user(f"Ben has {17 - n} pens."), says(f"{17 - n}")]
+        for n in range(3, 15)
+    ]
+    examples = [encoder.encode(Chat(messages_of(each))) for each in turns]
+    crowd = Crowd(base.model, LoraSettings(num_agents=1, rank=16), base.name, base.tokenizer.pad_token_id)
+    crowd.prompter = Prompter(base.tokenizer, form_of(examples[0]))
+    learn(crowd.train(), pack(examples, range(12)), at_most=100)
+    found = crowd.eval().generate([each[:-1] for each in turns], max_new_tokens=24, details=True)
+    runs = [example.input_ids[last_answer(example)].tolist() for example in examples]
+    assert [answer.answer for answer in found] == [crowd.prompter.text(run) for run in runs]
+    assert [answer.complete for answer in found] == [True] * 12
+    assert [len(answer.tokens) for answer in found] == [*map(len, runs)]
+    assert all(run[-1] in crowd.prompter.ends for run in runs)
 
 
 def test_the_table_of_what_templates_cannot_show_is_in_the_docs() -> None:

@@ -1,0 +1,237 @@
+"""Commands about runs: `status`, `watch`, `report` and `compare` show them, `agents stop` takes an agent out of one.
+
+All of them work by the files of the runs, on any machine that sees the folders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ci_llm.cli.command import add_json, add_verb, agent_number, help_of, parser_of, print_result, run_verb
+from ci_llm.core.help import asked_help
+from ci_llm.core.imports import importing
+from ci_llm.core.run_folder import NOT_A_RUN, SWEEP
+from ci_llm.core.run_status import read_status
+from ci_llm.errors import BadInput, ConfigError
+
+if TYPE_CHECKING:
+    from ci_llm.report.scores import Leaderboard
+    from ci_llm.report.watch import Scene
+    from ci_llm.run.step.members import CrowdRequest
+
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def status(words: list[str]) -> int:
+    """`ci-llm status RUN`, or with the arguments of train.py: the run that they would train."""
+    if asked_help(words):
+        print(help_of("status"))
+        return 0
+    from ci_llm.report.status import lines, look_at
+
+    as_json = "--json" in words
+    folder = named_run([word for word in words if word not in ("--debug", "--json")])
+    _LOGGER.debug("reads %s", Path(folder, "status.json").absolute())
+    found = look_at(folder)
+    run, reason = found.status, f" ({found.status.reason})" if found.status.reason else ""
+    head = f"{run.status}{reason}: step {run.step}, attempt {run.attempt}, process {run.pid} on {run.host}"
+    print_result(as_json, found.record(), head, *lines(found))  # scripts may read the head
+    return found.status.exit_code
+
+
+def named_run(words: list[str]) -> Path:
+    """The folder of the run that the words name: a folder, or the run that train.py would train with these words."""
+    if len(words) == 1 and "=" not in words[0] and not words[0].startswith("-"):
+        return Path(words[0])
+    from ci_llm.cli.train import read_configuration
+
+    return read_configuration(words).config.run_folder
+
+
+INTERVAL_S: Final = 1.0
+
+
+def watch(words: list[str]) -> int:
+    """`ci-llm watch RUN ...`."""
+    parser = parser_of("watch")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="an output folder; several share a table")
+    parser.add_argument("--once", action="store_true", help="print one picture and leave")
+    given = parser.parse_args(words)
+    from ci_llm.report.watch import Scene
+
+    scene = Scene(given.runs or [str(named_run([]))])
+    return _print_once(scene) if given.once or not sys.stdout.isatty() else _redraw(scene)
+
+
+def _print_once(scene: Scene) -> int:
+    """Print one picture of the runs.
+
+    Raises:
+        BadInput: there are no runs.
+    """
+    from rich.console import Console
+
+    from ci_llm.report.status import Reading
+    from ci_llm.report.watch import picture
+
+    scene.look()
+    if not any(isinstance(look, Reading) for look in scene.looks):
+        for look in scene.looks:
+            read_status(look.folder)  # raises with what is wrong there
+        raise BadInput(NOT_A_RUN, hint="give the output_dir of a run")
+    Console(highlight=False).print(picture(scene.looks, scene.jobs))
+    return scene.exit_code()
+
+
+def _redraw(scene: Scene) -> int:
+    """Draw until all runs have ended; the last picture stays."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from ci_llm.report.watch import picture
+
+    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+        while True:
+            scene.look()
+            ended = scene.has_ended()
+            footer = "" if ended else "Ctrl-C leaves; the runs continue"
+            live.update(picture(scene.looks, scene.jobs, footer), refresh=True)
+            if ended:
+                return scene.exit_code()
+            time.sleep(INTERVAL_S)
+
+
+def report_run(words: Sequence[str]) -> int:
+    """Write `RUN/report.html` and print its path.
+
+    Raises:
+        BadInput: the call is wrong, there is no run, or a file of it is damaged.
+        CiLlmError: the disk refuses the page.
+        SystemExit: with 0, after `--help`.
+    """
+    parser = parser_of("report")
+    parser.add_argument("run", metavar="RUN", help="the output_dir of a run; it may still be running")
+    call = parser.parse_args(words)
+    with importing():
+        from ci_llm.report.page import write_report
+
+    page = write_report(call.run)
+    print(f"{page}: {page.stat().st_size:,} bytes")
+    return 0
+
+
+def compare_runs(words: Sequence[str]) -> int:
+    """Print what differs between runs: configurations, and scores with intervals. Or the trials of one sweep.
+
+    Raises:
+        BadInput: the call is wrong, there is no run, or a file of one is damaged.
+        SystemExit: with 0, after `--help`.
+    """
+    parser = parser_of("compare")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="the output_dir of a run; two or more, or one of a sweep"
+    )
+    add_json(parser, "; of a sweep its sweep.json")
+    call = parser.parse_args(words)
+    from ci_llm.report.compare import LETTERS, as_json, as_text, head
+    from ci_llm.report.facts import RunFacts, run_folder
+    from ci_llm.report.scores import read_trials
+
+    for path in call.runs:
+        if (board := read_trials(Path(path))) is not None:
+            return _show_trials(Path(path), board, is_alone=len(call.runs) == 1, as_json=call.json)
+    if not 2 <= len(call.runs) <= len(LETTERS):
+        what = f"a comparison takes 2 to {len(LETTERS)} runs, not {len(call.runs)}"
+        raise ConfigError(what, where="command line", hint="ci-llm compare RUN RUN ...")
+    folders = [run_folder(path) for path in call.runs]
+    if not call.json:
+        for letter, folder in zip(LETTERS, folders, strict=False):
+            print(head(letter, folder, read_status(folder)), flush=True)
+    runs = [RunFacts(folder) for folder in folders]
+    print_result(call.json, as_json(runs), *as_text(runs))
+    return 0
+
+
+def _show_trials(folder: Path, board: Leaderboard, *, is_alone: bool, as_json: bool) -> int:
+    """Print the trials of a sweep; returns the exit code."""
+    from ci_llm.report.compare import trials_as_text
+
+    if not is_alone:
+        best = f"give {board.best_run}, the run of the best trial so far; " if board.best_run else ""
+        raise BadInput(
+            "this is a sweep, whose runs lie in segments/",
+            where=str(folder),
+            hint=f"{best}ci-llm compare {shlex.quote(str(folder))} compares its trials",
+        )
+    for line in [(folder / SWEEP).read_text().rstrip()] if as_json else trials_as_text(board):
+        print(line)
+    return 0
+
+
+_POLL_S: Final = 0.1
+
+
+def agents(words: Sequence[str]) -> int:
+    """Run `ci-llm agents ARGUMENTS` and return the exit code.
+
+    Raises:
+        BadInput: the call is wrong, or there is no run that could do it.
+        CheckpointError: the request cannot be written.
+        SystemExit: with 0, after `--help`.
+    """
+    parser = parser_of("agents")
+    verbs = parser.add_subparsers(metavar="VERB", required=True, dest="verb")
+    does = "an agent leaves the crowd, and the steps get cheaper"
+    more = " Its adapter stays in stopped/ of the checkpoints."
+    stopping = add_verb(verbs, "stop", _stop, does, "ci-llm agents stop ci_llm_output 1", more)
+    stopping.add_argument("run", type=Path, metavar="RUN", help="the output_dir of the run")
+    stopping.add_argument("agent", type=agent_number, metavar="K", help="the number of the agent, or agentK")
+    stopping.add_argument(
+        "--wait", type=float, default=30.0, metavar="S", help="seconds to wait for the answer of a running job (30)"
+    )
+    return run_verb(parser, words)
+
+
+def _stop(call: argparse.Namespace) -> int:
+    from ci_llm.run.step.members import ask
+
+    status = read_status(call.run)
+    if status.status == "completed":
+        raise BadInput(
+            f"this run is completed at step {status.step}: no agent takes another step",
+            where=str(call.run),
+            hint="a larger max_train_steps trains on; ci-llm export writes single agents",
+        )
+    request = ask(call.run, call.agent)
+    is_running = status.status == "running"
+    decided = _decided(call.run, request, call.wait if is_running else 0.0)
+    told = None if decided is None else {"step": decided.step, "refused": decided.refused}
+    if decided is None:
+        when = "after the step under way" if is_running else "after its first step, once it resumes"
+        line = f"asked to stop agent{call.agent}: the run does so {when}; its log tells"
+    elif decided.refused is not None:
+        line = f"refused: {decided.refused}"
+    else:
+        line = f"stop agent{call.agent}: done after step {decided.step}"
+    print_result(call.json, {"verb": "stop", "agent": call.agent, "decision": told}, line)
+    return 1 if decided is not None and decided.refused else 0
+
+
+def _decided(run: Path, request: CrowdRequest, patience_s: float) -> CrowdRequest | None:
+    """The request as the run has decided it; None if it has not within this time."""
+    from ci_llm.run.step.members import read_record
+
+    until = time.monotonic() + patience_s
+    while True:
+        found = next((each for each in read_record(run) if each.id == request.id), None)
+        if found is not None or time.monotonic() >= until:
+            return found
+        time.sleep(_POLL_S)
