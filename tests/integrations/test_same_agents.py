@@ -1,8 +1,8 @@
 """Accelerate's shape: `train.py` and the plain Accelerate loop of the example end with the same agents.
 
-With the defaults of configs.yaml for schedule, warm-up, clipping and decay, and with dropout. The agents begin with B not
-0, so that every gradient counts from the first step on. The last micro-step is short. Both loops are also killed and
-called again.
+With the defaults of configs.yaml for schedule, warm-up, clipping and decay, and with dropout. The agents begin with B
+not 0, so that every gradient counts from the first step on. The last micro-step is short. Both loops are also killed
+and called again.
 
 In double precision another order of summation is seen in the last digits only. The fast kernels round norms to fp32 in
 another place than the family does, so they are compared in fp32. On two processes Accelerate deals batches where
