@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
-from ci_llm.lora.layer import product
+from ci_llm.lora.products import product
 
 #: Products that read the embedded tokens: their input depends on no adapter.
 FIRST = ("q_proj", "k_proj", "v_proj")

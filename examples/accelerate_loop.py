@@ -11,10 +11,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
+from transformers import get_scheduler
 
 import ci_llm
 from ci_llm import Config, Crowd, LoraSettings, StatefulSampler, load_base, load_rows, pack, tokenize
-from ci_llm.lora.schedules import factor
 
 SETTINGS = Config(max_train_samples=160, batch_size=4, gradient_accumulation_steps=2, lora_rank=4, learning_rate=4e-3)
 
@@ -47,9 +47,11 @@ def train(config: Config = SETTINGS, folder: Path = Path("ci_llm_output/plain"),
     parameters = [p for p in crowd.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, config.learning_rate, weight_decay=config.weight_decay)
     crowd, optimizer, loader = accelerator.prepare(crowd, optimizer, loader)
-    ci_llm.register_hooks(accelerator)
     steps = math.ceil(len(loader) / window)
-    share = factor(config.lr_scheduler_type, config.warmup_steps(steps), steps)  # of the peak; nothing of it to save
+    # Accelerate moves a prepared schedule by as many steps as there are processes.
+    planned = [count * accelerator.num_processes for count in (config.warmup_steps(steps), steps)]
+    schedule = accelerator.prepare(get_scheduler(config.lr_scheduler_type, optimizer, *planned))
+    ci_llm.register_hooks(accelerator)
     done = 0
     if (state := ci_llm.latest_state(folder)) is not None:
         accelerator.load_state(str(state))
@@ -69,9 +71,8 @@ def train(config: Config = SETTINGS, folder: Path = Path("ci_llm_output/plain"),
                     parameter.grad /= targets
                 for agent in agents if config.max_grad_norm else ():
                     torch.nn.utils.clip_grad_norm_(agent, config.max_grad_norm)
-                for group in optimizer.param_groups:
-                    group["lr"] = config.learning_rate * share(done)
             optimizer.step()
+            schedule.step()
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             done += 1

@@ -276,7 +276,7 @@ def test_a_file_says_its_charter_and_stays_one_idea() -> None:
 
 #: At most so many lines of code in a room. Who raises one says why in the same commit; CONTRIBUTING.md has the rule.
 CAPS = {
-    "agents": 372,
+    "agents": 373,
     "base": 916,
     "checkpoints": 2542,
     "cli": 1733,
@@ -292,7 +292,7 @@ CAPS = {
     "files": 432,
     "integrations": 727,
     "logs": 997,
-    "lora": 1316,
+    "lora": 1336,
     "mirror": 978,
     "objectives": 286,
     "report": 1140,

@@ -26,7 +26,8 @@ from ci_llm.base.targets import find_targets
 from ci_llm.core.determinism import generator_for
 from ci_llm.errors import ModelError
 from ci_llm.lora.heads import HeadShape, head_values
-from ci_llm.lora.layer import AdaptedLinear, Stack
+from ci_llm.lora.layer import AdaptedLinear
+from ci_llm.lora.products import Stack
 from ci_llm.lora.reading import Casts, InputDropout, Reading
 from ci_llm.lora.settings import AgentLora, LoraSettings
 

@@ -13,7 +13,7 @@ plain code takes so many times as long as with this part alone:
     (tests/accelerator/test_device.py)
 
 Legend: N tokens, D width of a normed tensor, H heads, d width of a head, F width of the feed-forward layer, S targets,
-V vocabulary; for joined layers the legend of `ci_llm/lora/layer.py`.
+V vocabulary; for joined layers the legend of `ci_llm/lora/products.py`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from transformers import PreTrainedModel
 
 from ci_llm.base.quantized import QuantizedLinear
 from ci_llm.core.numerics import processor
-from ci_llm.lora.layer import AdaptedLinear, Stack, dense, low_rank_gradients, product
+from ci_llm.lora.layer import AdaptedLinear
 from ci_llm.lora.passes import Head
+from ci_llm.lora.products import Stack, dense, low_rank_gradients, product
 from ci_llm.lora.reading import compute_dtype
 
 #: The parts that `take` can make fast, in the order in which a run tries them.
@@ -205,7 +206,7 @@ def _gate_of(module: Any) -> Any:
 class _JoinedLinears(torch.autograd.Function):
     """Frozen layers that read one input, computed together: q, k and v, or gate and up.
 
-    y_i[k] = x[k] W_iᵀ + b_i + s_i (x[k] A_i[k]ᵀ) B_i[k]ᵀ for all layers i, see `_FusedLinear`. One product with the
+    y_i[k] = x[k] W_iᵀ + b_i + s_i (x[k] A_i[k]ᵀ) B_i[k]ᵀ for all layers i, see `FusedLinear`. One product with the
     input serves the A of all layers, and the gradients of the input are added in place. The order of the sums, and so
     the bits, differ from those of single layers.
 

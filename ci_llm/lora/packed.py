@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ci_llm.core.memory import free_host_memory
-from ci_llm.lora.layer import LEAST_ROWS, AdaptedLinear, dense, product
+from ci_llm.lora.layer import AdaptedLinear
 from ci_llm.lora.passes import Head
+from ci_llm.lora.products import LEAST_ROWS, dense, product
 
 #: The copy may take this share of the free memory.
 _SHARE: Final = 1 / 8

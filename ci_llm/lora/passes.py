@@ -29,7 +29,7 @@ from ci_llm.core.memory import is_out_of_memory
 from ci_llm.data.batches import Batch, MicroBatch, padded, without_repeats
 from ci_llm.errors import CiLlmError, ModelError
 from ci_llm.lora.attention import Segments
-from ci_llm.lora.layer import LEAST_ROWS, product
+from ci_llm.lora.products import LEAST_ROWS, product
 from ci_llm.lora.reading import Reading, compute_dtype
 
 
@@ -130,7 +130,7 @@ class Head:
         For states [K, S, D] each agent has its own product, as in `target_log_probs`.
 
         Args:
-            by_onednn: see `product` in `ci_llm/lora/layer.py`.
+            by_onednn: see `product` in `ci_llm/lora/products.py`.
         """
         head = self.to(states.dtype)
         if states.dim() > 2:

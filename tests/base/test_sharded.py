@@ -21,7 +21,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError
-from ci_llm.lora import layer as lora
+from ci_llm.lora import products as lora
 from ci_llm.lora.settings import LoraSettings
 from tests.support.campaign import drawn, sampled
 from tools.testbed import tiny
@@ -136,14 +136,14 @@ def gathered_in_the_dtype_of_products(name: str) -> int:
     enter()
     _, sharded, layers = both(name, autocast=torch.bfloat16)
     seen: set[torch.dtype] = set()
-    forward = lora._FusedLinear.forward
+    forward = lora.FusedLinear.forward
 
     def look(ctx: Any, x: Tensor, cast: Tensor, dropped: Any, weight: Any, *rest: Any) -> Tensor:
         seen.add(weight.dtype)
         assert isinstance(weight, nn.Parameter)  # the gathered one itself, whose memory is let go after its layer
         return forward(ctx, x, cast, dropped, weight, *rest)
 
-    lora._FusedLinear.forward = staticmethod(look)  # type: ignore[method-assign]
+    lora.FusedLinear.forward = staticmethod(look)  # type: ignore[method-assign]
     gradients(sharded, torch.bfloat16)
     assert seen == {torch.bfloat16}
     assert {each.dtype for each in sharded.model.parameters() if is_sharded(each)} == {torch.float32}

@@ -20,7 +20,7 @@ from ci_llm.base import targets
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.errors import ForeignCheckpoint, ModelError
-from ci_llm.lora.layer import Stack, _FusedLinear, _LowRank
+from ci_llm.lora.products import FusedLinear, LowRank, Stack
 from ci_llm.lora.reading import Casts
 from ci_llm.lora.settings import LoraSettings
 from tests.support.campaign import sampled
@@ -266,7 +266,7 @@ def test_without_gradients_a_layer_gives_the_same_numbers_past_autograd(
     with crowd.read_by(agent):
         wanted = crowd.states(rows)
         assert wanted.requires_grad
-        monkeypatch.setattr(_FusedLinear, "apply", None)
+        monkeypatch.setattr(FusedLinear, "apply", None)
         with torch.no_grad():
             assert torch.equal(crowd.states(rows), wanted)
 
@@ -323,19 +323,19 @@ def test_own_functions_pass_gradcheck(masked: bool) -> None:
     both, first, second = slice(0, 12), slice(0, 6), slice(6, 12)
 
     def fused(x: Tensor, *p: Tensor) -> Tensor:
-        return _FusedLinear.apply(x, x.detach(), None, weight, bias, [(stack_of(p), both)], False, *p)
+        return FusedLinear.apply(x, x.detach(), None, weight, bias, [(stack_of(p), both)], False, *p)
 
     def fused_dropped(x: Tensor, z: Tensor, *p: Tensor) -> Tensor:
-        return _FusedLinear.apply(x, x.detach(), z, weight, None, [(stack_of(p, drops=True), both)], False, *p)
+        return FusedLinear.apply(x, x.detach(), z, weight, None, [(stack_of(p, drops=True), both)], False, *p)
 
     def fused_of_two_kinds(x: Tensor, z: Tensor, *p: Tensor) -> Tensor:
         """Agent 0 without dropout, agent 1 with it; they have other scalings."""
         other = replace(stack_of((p[1], p[3]), drops=True), first=1, end=2, scaling=0.3)
         owned = [(stack_of((p[0], p[2])), first), (other, second)]
-        return _FusedLinear.apply(x, x.detach(), z[6:], weight, bias, owned, False, p[0], p[2], p[1], p[3])
+        return FusedLinear.apply(x, x.detach(), z[6:], weight, bias, owned, False, p[0], p[2], p[1], p[3])
 
     def low_rank(x: Tensor, *p: Tensor) -> Tensor:
-        return _LowRank.apply(x.view(2, 6, 5), stack_of(p), *p)
+        return LowRank.apply(x.view(2, 6, 5), stack_of(p), *p)
 
     def stack_of(p: tuple[Tensor, ...], *, drops: bool = False) -> Stack:
         n = len(p) // 2

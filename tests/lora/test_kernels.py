@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.lora import kernels, passes
 from ci_llm.lora.kernels import PARTS, Rotation, SwiGlu, fast_chunk, is_fast, rotate
-from ci_llm.lora.layer import _FusedLinear
+from ci_llm.lora.products import FusedLinear
 from ci_llm.lora.settings import LoraSettings
 from tests.support.campaign import drawn
 from tests.support.crowds import bits_in_company
@@ -229,8 +229,8 @@ def test_a_pass_that_was_given_up_is_forgotten_by_the_next_step() -> None:
 
 def test_joined_layers_add_to_the_storage_past_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     crowd, calls = crowd_of(base(dtype=torch.float32), ("joined",), dropconnect=0.2), []
-    apply = _FusedLinear.apply
-    monkeypatch.setattr(_FusedLinear, "apply", lambda *given: (calls.append(1), apply(*given))[1])
+    apply = FusedLinear.apply
+    monkeypatch.setattr(FusedLinear, "apply", lambda *given: (calls.append(1), apply(*given))[1])
     _, found = learned(crowd)
     assert len(calls) == 4  # o_proj and down_proj of two layers
     assert found.any(dim=1).all()

@@ -17,8 +17,8 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoder import Decoder
 from ci_llm.crowd.decoding import Decoding, Request
 from ci_llm.lora import packed
-from ci_llm.lora.layer import product
 from ci_llm.lora.packed import Packed
+from ci_llm.lora.products import product
 from tests.lora.test_adapters import crowd_of
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.tiny import base

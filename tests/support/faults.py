@@ -32,7 +32,7 @@ from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.model import CrowdOutput
 from ci_llm.data import batches, loader
-from ci_llm.lora import kernels, layer
+from ci_llm.lora import kernels, products
 from ci_llm.run import loop
 from ci_llm.run.end import attempt, result
 from ci_llm.run.end import watchdog as hang_watch
@@ -167,7 +167,7 @@ def in_a_product(fault: Fault, strike: Callable[[], None]) -> None:
         if done[Now.step] == fault.amount and Now.strikes(fault):
             strike()
 
-    for function in (layer._FusedLinear, kernels._JoinedLinears):
+    for function in (products.FusedLinear, kernels._JoinedLinears):
         for name in ("forward", "backward"):
             wrap(function, name, count)
             setattr(function, name, staticmethod(getattr(function, name)))
