@@ -152,7 +152,8 @@ class Campaign:
         Raises:
             AssertionError: the supervisor gave up.
         """
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), TOKEN: str(self._folder), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path, TOKEN: str(self._folder), "OMP_NUM_THREADS": "1"}
         told = self._folder / "output"
         for _ in range(len(self._faults) + 1):
             with told.open("ab") as output:

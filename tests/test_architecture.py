@@ -391,13 +391,15 @@ LIGHT = (
     "ci_llm",
     "ci_llm.config",
     "ci_llm.interrupts",
-    "ci_llm.supervisor",
+    "ci_llm.logs.hardware",
+    "ci_llm.logs.run_log",
     "ci_llm.core.run_status",
     "ci_llm.report.page",
     "ci_llm.report.compare",
     "ci_llm.report.status",
     "ci_llm.report.watch",
     "ci_llm.cli.main",
+    *(f"ci_llm.supervisor.{path.stem}" for path in sorted(PACKAGE.glob("supervisor/[!_]*.py"))),
 )
 
 

@@ -1,4 +1,4 @@
-"""Runs whose agents have data of their own: alone and in company, killed and resumed, on one and two processes."""
+"""Runs whose agents have data and settings of their own: alone and in company, killed, on one and two processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [
         f"{{name: few, seed: 1, dataset_name: {one}, lora_rank: 3, lora_alpha: 5, learning_rate: 1e-3}}",
         f"{{name: many, seed: 2, dataset_name: {two}, max_train_samples: 17, lora_dropout: 0.2, dropconnect_p: 0.1}}",
-        "{name: weighted, seed: 3, max_train_samples: 12, row_weights: bootstrap}",
+        "{name: weighted, seed: 3, max_train_samples: 12, row_weights: bootstrap, weight_decay: 0.1,"
+        " use_rslora: true, max_grad_norm: 0.3, lora_target_modules: [q_proj, v_proj], agent_layers: upper_half,"
+        " num_warmup_steps: 2}",
         f"{{name: fewer, seed: 4, dataset_name: {two}, max_train_samples: 15, lora_rank: 8}}",
     ]
 
@@ -80,8 +82,10 @@ def test_killed_and_resumed(trials: Trials, mixed: Path, entries: list[str], wor
 
 
 def test_two_processes_killed_and_resumed(trials: Trials, entries: list[str]) -> None:
-    cell, own = Cell(ranks=2), keys(*entries)
-    undisturbed, folder = complete(trials, cell, *entries), trials.new_folder()
+    """Each writes its part of a checkpoint."""
+    cell, own = Cell(ranks=2), keys(*entries) | {"checkpoint_backend": "distributed"}
+    undisturbed = complete(trials, cell, *entries, checkpoint_backend="distributed")
+    folder = trials.new_folder()
     assert trials.train(cell, folder, Fate("SIGKILL", 5, 0, committed=3), save_steps=3, **own) == [-signal.SIGKILL] * 2
     assert trials.train(cell, folder, **own) == [0, 0], (folder / "log").read_text()
     assert not differences(account(undisturbed), account(folder))

@@ -1,8 +1,7 @@
-"""Runs whose agents have settings of their own: alone and in company, killed and resumed, on two processes."""
+"""Runs whose agents have settings of their own, alone and in company; killed and resumed: test_own_rows.py."""
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +10,7 @@ import pytest
 from tests.support import campaign
 from tests.support.agent_facts import facts_of
 from tests.support.crowds import bits_in_company
-from tools.testbed.trials import Cell, Fate, Trials, account, differences
+from tools.testbed.trials import Cell, Trials, differences
 
 pytestmark = pytest.mark.slow
 
@@ -48,25 +47,6 @@ def test_an_agent_ends_as_it_would_alone(trials: Trials, mixed: Path, k: int) ->
     assert not differences(alone, facts_of(mixed, f"agent{k}"))
     for part in ("lora_B", "exp_avg_sq", "train/loss at 12", "train/grad_norm at 12", "eval/nll at 8"):
         assert any(part in name for name in alone), part
-
-
-def test_killed_and_resumed(trials: Trials, mixed: Path) -> None:
-    cell, folder = Cell(accumulation=2), trials.new_folder()
-    fate = Fate("SIGKILL", 5, 1, committed=3)
-    assert trials.train(cell, folder, fate, save_steps=3, **keys(*MIXED)) == [-signal.SIGKILL]
-    assert trials.train(cell, folder, **keys(*MIXED)) == [0], (folder / "log").read_text()
-    assert "exactness: bitwise" in (folder / "run/training.log").read_text()
-    assert not differences(account(mixed), account(folder))
-
-
-def test_two_processes_killed_and_resumed(trials: Trials) -> None:
-    """Each writes its part of a checkpoint."""
-    cell, own = Cell(ranks=2), keys(*MIXED) | {"checkpoint_backend": "distributed"}
-    undisturbed, folder = trials.new_folder(), trials.new_folder()
-    assert trials.train(cell, undisturbed, **own) == [0, 0], (undisturbed / "log").read_text()
-    assert trials.train(cell, folder, Fate("SIGKILL", 5, 0, committed=3), save_steps=3, **own) == [-signal.SIGKILL] * 2
-    assert trials.train(cell, folder, **own) == [0, 0], (folder / "log").read_text()
-    assert not differences(account(undisturbed), account(folder))
 
 
 @pytest.mark.parametrize("k", [0, 1] if campaign.in_full else [1])

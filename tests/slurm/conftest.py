@@ -1,4 +1,4 @@
-"""The cluster that all scenarios share."""
+"""The cluster that all scenarios share, and the base that they train."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.slurm import scenarios
 from tests.slurm.cluster import Cluster, missing
 
 NUM_NODES = 10
@@ -21,3 +22,11 @@ def cluster() -> Iterator[Cluster]:
     scratch = tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True)
     with scratch as folder, Cluster(Path(folder), NUM_NODES) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="package", autouse=True)
+def base(narrow_base: str) -> Iterator[None]:
+    """The scenarios ask nothing of a run but its bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(scenarios.KEYS, "model_name", narrow_base)
+        yield

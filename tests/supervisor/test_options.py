@@ -110,13 +110,3 @@ def test_an_external_script_starts_without_the_configuration_of_this_project() -
     code += "print(*({'pydantic', 'ci_llm.config'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
-
-
-@pytest.mark.slow
-def test_no_part_of_the_supervisor_loads_torch() -> None:
-    names = sorted(path.stem for path in (ROOT / "ci_llm" / "supervisor").glob("*.py"))
-    code = f"import importlib, sys\nfor name in {names}: importlib.import_module('ci_llm.supervisor.' + name)\n"
-    code += "print(*({'torch', 'transformers', 'accelerate', 'numpy'} & set(sys.modules)))"
-    code = code.replace("'__init__', ", "")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr

@@ -19,7 +19,7 @@ from ci_llm.supervisor.output_scan import (
     says_nonfinite,
     wandb_run,
 )
-from tests.support.campaign import size
+from tests.support.campaign import drawn, size
 
 
 class Seen(NamedTuple):
@@ -108,7 +108,7 @@ PIECES = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("piece", drawn(PIECES, 14))
 def test_no_line_takes_long(piece: str) -> None:
     """Text without a line end, in the chunks in which a relay reads it."""
     data = (piece * (LONG // len(piece))).encode()
