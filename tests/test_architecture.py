@@ -279,7 +279,7 @@ CAPS = {
     "agents": 373,
     "base": 916,
     "checkpoints": 2542,
-    "cli": 1733,
+    "cli": 1721,
     "cluster": 755,
     "config": 2195,
     "core": 1312,

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ci_llm.cli.command import Parser, add_verb, print_result, run_verb
+from ci_llm.cli.command import add_verb, parser_of, print_result, run_verb
 from ci_llm.core.quantities import count
 from ci_llm.errors import BadInput, DamagedCheckpoint
 
@@ -40,20 +40,6 @@ def entries_of(url: str, *, read_all: bool) -> list[CatalogEntry]:
     return [entry for entry in found if name in (None, entry.name)]
 
 
-_DESCRIPTION = "List checkpoints, compare them, remove old ones, move them to and from a mirror, import PEFT adapters."
-_EXAMPLES = {
-    "list": "ci-llm checkpoints list ci_llm_output",
-    "verify": "ci-llm checkpoints verify ci_llm_output/checkpoint_step_100",
-    "diff": "ci-llm checkpoints diff straight/final_checkpoint resumed/final_checkpoint",
-    "prune": "ci-llm checkpoints prune ci_llm_output --keep 2 --dry-run",
-    "pull": "ci-llm checkpoints pull s3://bucket/run --to ci_llm_output",
-    "push": "ci-llm checkpoints push ci_llm_output s3://bucket/run",
-    "import": "ci-llm checkpoints import old_run/agents --to imported --base-model google/gemma-2-2b",
-}
-_EXIT_CODES = """
-exit codes: 0 success; 1 a checkpoint is damaged, or two differ; 2 bad call"""
-
-
 def checkpoints(words: Sequence[str]) -> int:
     """Run `ci-llm checkpoints ARGUMENTS` and return the exit code.
 
@@ -65,12 +51,12 @@ def checkpoints(words: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    examples = "\n".join(["examples:", *(f"  {example}" for example in _EXAMPLES.values()), _EXIT_CODES])
-    parser = Parser("ci-llm checkpoints", description=_DESCRIPTION, epilog=examples)
+    parser = parser_of("checkpoints")
+    calls = [line.strip() for line in str(parser.epilog).splitlines()]
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
     def verb(name: str, run: Callable[[argparse.Namespace], int], does: str) -> argparse.ArgumentParser:
-        return add_verb(verbs, name, run, does, _EXAMPLES[name])
+        return add_verb(verbs, name, run, does, next(call for call in calls if call.split()[2:3] == [name]))
 
     does = "list the checkpoints of a run: step, time, size, whether each verifies, its place in the line"
     listing = verb("list", _list, does)
