@@ -248,7 +248,7 @@ class AsyncSaver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is in flight."""
+        """True if a save is in flight."""
         job = self._job
         return job is not None and not job.done()
 

@@ -111,7 +111,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared, and every difference: the tensors with the largest first, then the rest by name."""
+    """The differences of two checkpoints: the tensors with the largest first, then the rest by name."""
 
     differences: tuple[Difference, ...]
     num_tensors: int
@@ -119,7 +119,7 @@ class Comparison:
 
     @property
     def identical(self) -> bool:
-        """Whether the states are the same to the last bit."""
+        """True if the states are the same to the last bit."""
         return not any(difference.counts for difference in self.differences)
 
 

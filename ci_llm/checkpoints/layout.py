@@ -41,7 +41,7 @@ def step_folder(directory: Path, step: int) -> Path:
 
 
 def is_named_checkpoint(folder: Path) -> bool:
-    """Whether a folder has the name of a checkpoint, whatever it holds."""
+    """True if a folder has the name of a checkpoint, whatever it holds."""
     return folder.name == FINAL or STEP_FOLDER.match(folder.name) is not None
 
 

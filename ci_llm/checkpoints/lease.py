@@ -120,7 +120,7 @@ class Lease:
         self.release = weakref.finalize(self, _release, self.work, ended, os.getpid(), disk)
 
     def is_held(self) -> bool:
-        """Whether no other attempt has taken over; looked up by path, because a takeover renames the path."""
+        """True if no other attempt has taken over; looked up by path, because a takeover renames the path."""
         return self.work.is_dir()
 
     def require(self) -> None:

@@ -36,21 +36,20 @@ from ci_llm.checkpoints.async_saver import AsyncSaver, SaveTask, finish_at_exit
 from ci_llm.checkpoints.backends import SaveRequest, open_backend
 from ci_llm.checkpoints.checkpoint import Checkpoint, decode
 from ci_llm.checkpoints.contributions import (
-    KEY,
     Contribution,
     EachProcess,
-    Gradients,
     Votes,
     add_up,
     give_own_parts,
     own_parts,
     replace_entries,
 )
+from ci_llm.checkpoints.gradients import KEY, Gradients
 from ci_llm.checkpoints.layout import Opened
 from ci_llm.checkpoints.manifest import Manifest, copy_info, read_manifest
 from ci_llm.checkpoints.policy import METRICS, BestInterval, Metrics, RetentionPolicy, SavePolicy, metrics_of
 from ci_llm.checkpoints.state_files import State, StateEntry, hand_off, snapshot_of, take_snapshot
-from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, WRITER_TIMEOUT_S, CheckpointStore, SaveResult
+from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, CheckpointStore, SaveResult
 from ci_llm.distributed import side_channel
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, TorchProcessGroup
 from ci_llm.errors import CheckpointError, ForeignCheckpoint
@@ -105,12 +104,12 @@ def _check_fit(target: object, saved: Any, where: str) -> None:
 
 
 def _is_of_other_kind(saved: object, target: object) -> bool:
-    """Whether `target` is a container and `saved` is not of its kind; a checkpoint does not hold the exact type."""
+    """True if `target` is a container and `saved` is not of its kind; a checkpoint does not hold the exact type."""
     return any(isinstance(target, kind) and not isinstance(saved, kind) for kind in (Mapping, list, tuple))
 
 
 def _holds_objects(value: object) -> bool:
-    """Whether anything in `value` has to be filled in place; otherwise it is plain, and replaced as a whole."""
+    """True if anything in `value` has to be filled in place; otherwise it is plain, and replaced as a whole."""
     if isinstance(value, Mapping):
         return any(map(_holds_objects, value.values()))
     if isinstance(value, (list, tuple)):
@@ -165,12 +164,7 @@ class CheckpointManager:
         save_interval_steps: `save` saves at each multiple of it; None for no saves by steps.
         save_interval_seconds: and when so much time has passed since the last; None for no saves by time; "auto":
             the interval that loses the least time, by what saves cost here and how often the run failed (policy.py).
-        save_on_steps: and at these steps.
-        max_to_keep: numbered checkpoints to keep; None keeps all.
-        keep_period: multiples of it are not pruned.
-        best_fn: given the `metrics` of a save, how good it is: `max_to_keep` keeps the best, and the newest as well.
-        best_mode: whether more is better ("max"), or less ("min").
-        read_only: nothing is written or moved, and `save` always returns False.
+        max_to_keep: numbered checkpoints to keep; None keeps all. A `Retention` also keeps the best, or each n-th step.
         async_save: copy the state, return, and write it in a thread. One save is in flight at a time. A save in flight
             at the end of the process is finished. False: `save` returns when the checkpoint is durable.
         optimizers: the optimizers of the loop. With `async_save` what they own is copied in the thread as well, and
@@ -183,8 +177,6 @@ class CheckpointManager:
         processes: for the votes of several processes; those of `torch.distributed` by default, if it is initialised.
         interrupts: signal handlers that the caller installs. By default the manager installs its own at the first
             `reached_preemption`, in the main thread, and restores the old ones on close.
-        writer_timeout: seconds without heartbeat after which another writer counts as dead.
-        clock: seconds, monotonic.
 
     Examples:
         >>> manager = ci_llm.CheckpointManager(folder / "loop", save_interval_steps=2)
@@ -199,6 +191,8 @@ class CheckpointManager:
     #: Called with every result, in the thread that saved: a mirror looks at the folder then.
     after_save: Callable[[SaveResult], object] = staticmethod(lambda result: None)
     EachProcess: ClassVar = EachProcess  # for what every process has of its own, in a state
+    Retention: ClassVar = RetentionPolicy  # for `max_to_keep`
+    clock: Callable[[], float] = staticmethod(time.monotonic)
 
     def __init__(
         self,
@@ -206,31 +200,23 @@ class CheckpointManager:
         *,
         save_interval_steps: int | None = 1,
         save_interval_seconds: float | Literal["auto"] | None = None,
-        save_on_steps: Collection[int] = (),
-        max_to_keep: int | None = None,
-        keep_period: int | None = None,
-        best_fn: Callable[[Any], float] | None = None,
-        best_mode: Literal["max", "min"] = "max",
-        read_only: bool = False,
+        max_to_keep: int | RetentionPolicy | None = None,
         async_save: bool = True,
         accelerator: Any = None,
         optimizers: Iterable[Any] = (),
         checkpoint_backend: str = "vanilla",
         processes: ProcessGroup | None = None,
         interrupts: Interrupts | None = None,
-        writer_timeout: float = WRITER_TIMEOUT_S,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._interval = BestInterval(clock) if save_interval_seconds == "auto" else None
+        self._interval = BestInterval(self.clock) if save_interval_seconds == "auto" else None
         seconds = None if save_interval_seconds == "auto" else save_interval_seconds
-        self._policy = SavePolicy(save_interval_steps, seconds, frozenset(save_on_steps))
-        self._retention = RetentionPolicy(max_to_keep, keep_period, best_fn, best_mode)
+        self._policy = SavePolicy(save_interval_steps, seconds)
+        self._retention = max_to_keep if isinstance(max_to_keep, RetentionPolicy) else RetentionPolicy(max_to_keep)
         self.last_result: SaveResult | None = None
         self._interrupts, self._own_interrupts = interrupts or Interrupts(), interrupts is None
         self._store = CheckpointStore(
             Path(directory).absolute(),  # the loop may change the working folder, also while a save is in flight
             save_total_limit=self._retention.newest,
-            writer_timeout=writer_timeout,
         )
         self._processes = processes or TorchProcessGroup(getattr(accelerator, "device", None))
         shield_workers(*getattr(accelerator, "_dataloaders", ()))
@@ -238,7 +224,7 @@ class CheckpointManager:
         optimizers = list(optimizers)
         self._gradients = Gradients(self._processes, optimizers, accelerator)
         self._counted: tuple[int, Votes] | None = None  # the votes of all processes on the present step
-        self._read_only, self._closed = read_only, False
+        self._closed = False
         self._opened: Opened | None = None  # read and verified: `restore` needs the same bytes right after
         self._verified_step: int | None = None
         #: Whether `_newest_step` is the newest in the folder; otherwise the manager has to look.
@@ -248,18 +234,13 @@ class CheckpointManager:
         self._async_saver = AsyncSaver(optimizers) if async_save else None
         if self._async_saver is not None:
             weakref.finalize(self, finish_at_exit, self._async_saver, os.getpid())
-        self._clock, self._tried_at = clock, clock()
+        self._tried_at = self.clock()
         self._begun: int | None = None  # the step of the save that was begun last
 
     # Saving
 
-    @property
-    def policy(self) -> SavePolicy:
-        """When to save, as things are now."""
-        return self._policy if self._interval is None else replace(self._policy, every_seconds=self._interval.seconds)
-
     def should_save(self, step: int) -> bool:
-        """Whether this process, asked alone, would save `step`: by the policy, a stop or a request."""
+        """True if this process, asked alone, would save `step`: by the policy, a stop or a request."""
         votes = self._own_opinion(step)
         return bool(votes.newer) and votes.wanted
 
@@ -282,7 +263,7 @@ class CheckpointManager:
             state: dict; its keys name files (see state_files.py). Tensors, plain values, nested containers,
                 objects with `state_dict`, bytes for files to be kept verbatim, and `EachProcess` for what every
                 process has of its own. Between two steps of an optimizer in it (or of the `optimizers`) the gradients
-                that wait are saved as well (contributions.py).
+                that wait are saved as well (gradients.py).
             metrics: plain values by name, for `best_fn`; they are in the manifest.
             force: save whatever the policy says; the same on every process. It costs no vote.
             info: plain values for the manifest: epoch, position, fingerprints.
@@ -295,8 +276,6 @@ class CheckpointManager:
             WriterBusy: another process writes to this folder, or has taken it over.
         """
         self._require_open()
-        if self._read_only:
-            return False
         self._opened = None
         if not force:
             if self._counted is not None and self._counted[0] == step and not self._counted[1].newer:
@@ -316,7 +295,7 @@ class CheckpointManager:
             return False
         self._complete(entries, state, contributions)
         self._interrupts.take_save_request()
-        self._tried_at = self._clock()
+        self._tried_at = self.clock()
         manifest_info |= self._failure_history(left=votes.stop > 0)
         return self._write(step, entries, manifest_info, spared.union(keep), waited_s=time.perf_counter() - began)
 
@@ -332,7 +311,7 @@ class CheckpointManager:
         return self._note(self._store.save(step, snapshot.files, forms=snapshot.forms, info=whole_info, keep=keep))
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether the run shall stop at `step`: a signal has reached any of its processes. A collective.
+        """True if the run shall stop at `step`: a signal has reached any of its processes. A collective.
 
         The answer for a step is the one that `save` acted on at that step, so that a loop never stops unsaved.
         """
@@ -342,7 +321,7 @@ class CheckpointManager:
 
     def finish(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> bool:
         """Make `final_checkpoint` of a committed step, the newest by default, and `extra` files. A collective."""
-        self._require_open(writing=True)
+        self._require_open()
 
         def work() -> bool:
             self.wait_until_finished()
@@ -375,7 +354,7 @@ class CheckpointManager:
             self._async_saver.wait()
 
     def is_saving_in_progress(self) -> bool:
-        """Whether a save is in flight."""
+        """True if a save is in flight."""
         return self._async_saver is not None and self._async_saver.busy
 
     def check_for_errors(self) -> None:
@@ -428,7 +407,7 @@ class CheckpointManager:
         self.wait_until_finished()
         if self._opened is None or not self._store.is_newest(self._opened, at_most):
             self._opened = None  # the old one goes first: never two in memory
-            self._opened = self._store.open_newest(heal=self._is_main_process and not self._read_only, at_most=at_most)
+            self._opened = self._store.open_newest(heal=self._is_main_process, at_most=at_most)
         newest = None if self._opened is None else self._opened.manifest.step
         self._has_looked, self._newest_step = True, newest
         return newest
@@ -451,7 +430,7 @@ class CheckpointManager:
         if opened is None or opened.manifest.step != step:
             opened = self._store.read(step)
         self._verified_step = step
-        self._tried_at = self._clock()
+        self._tried_at = self.clock()
         return decode(opened)
 
     def restore(
@@ -493,7 +472,7 @@ class CheckpointManager:
         return self._retention.best_of(self.directory, self.all_steps())
 
     def metrics(self, step: int) -> Metrics | None:
-        """What `step` was saved with as `metrics`. Raises CheckpointError: there is no such step."""
+        """The `metrics` that `step` was saved with. Raises CheckpointError: there is no such step."""
         self.wait_until_finished()
         return metrics_of(self.directory, step)
 
@@ -522,7 +501,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: the disk refuses it.
         """
-        self._require_open(writing=True)
+        self._require_open()
         self._forget_newest()
         if cause := self._store.adopt(opened, opened.folder.name):
             raise CheckpointError(f"{opened.folder.name} is dropped: {cause}", where=str(self.directory)) from cause
@@ -533,7 +512,7 @@ class CheckpointManager:
         Raises:
             OSError: the disk refuses one, which is where it was.
         """
-        self._require_open(writing=True)
+        self._require_open()
         verified = self._verified_step
         self._forget_newest()
         if verified == after_step:  # it was read byte by byte, and is the newest now: no save has to look again
@@ -546,7 +525,7 @@ class CheckpointManager:
         Raises:
             OSError: the disk refuses it; everything is where it was.
         """
-        self._require_open(writing=True)
+        self._require_open()
         self._forget_newest()
         return self._store.set_aside(entries)
 
@@ -556,7 +535,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: there is no such step.
         """
-        self._require_open(writing=True)
+        self._require_open()
         self._forget_newest()
         if self._is_main_process:
             self._store.delete(step)
@@ -571,11 +550,11 @@ class CheckpointManager:
         Raises:
             WriterBusy: another process writes here. CheckpointError: the folder cannot be written.
         """
-        self._require_open(writing=True)
+        self._require_open()
         return self._store.acquire_lease()
 
     def holds_lease(self) -> bool:
-        """Whether this process is still the one writer: ask before you write anything else into the folder."""
+        """True if this process is still the one writer: ask before you write anything else into the folder."""
         return self._store.holds_lease()
 
     @property
@@ -583,11 +562,9 @@ class CheckpointManager:
         """A folder for unfinished files of the owner (`durable.write_bytes(staging=...)`); gone after a takeover."""
         return self._store.staging
 
-    def _require_open(self, *, writing: bool = False) -> None:
+    def _require_open(self) -> None:
         if self._closed:
             raise CheckpointError("this manager is closed", where=str(self.directory), hint="make another one")
-        if writing and self._read_only:
-            raise CheckpointError("this manager is read_only", where=str(self.directory))
 
     def _forget_newest(self) -> None:
         self.wait_until_finished()
@@ -615,10 +592,10 @@ class CheckpointManager:
         stop = self._interrupts.stop_reason is not None
         requested = self._interrupts.save_requested
         self.check_for_errors()
-        if self._read_only:
-            return Votes(stop, requested, 0, 0)
-        newest = self._newest()
-        due = self.policy.due(step, newest=newest, elapsed_s=self._clock() - self._tried_at)
+        newest, policy = self._newest(), self._policy
+        if self._interval is not None:
+            policy = replace(policy, every_seconds=self._interval.seconds)
+        due = policy.due(step, newest=newest, elapsed_s=self.clock() - self._tried_at)
         return Votes(stop, requested, due, newest is None or step > newest)
 
     def _exchange(
@@ -708,7 +685,7 @@ class CheckpointManager:
             self._interval.load_past(self.directory, self._newest(), self._store.acquire_lease())
 
     def _failure_history(self, *, left: bool) -> dict[str, Any]:
-        """What the manifest says of the failures of the run, for the attempts after this one."""
+        """The entry of the manifest about the failures of the run, for the attempts after this one."""
         if self._interval is None or not self._is_main_process:
             return {}
         self._load_failures()

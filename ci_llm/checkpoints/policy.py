@@ -26,24 +26,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavePolicy:
-    """When to save.
+    """The rule by which saves are due.
 
     Args:
         every_steps: at each multiple of it; None never.
         every_seconds: when so much time has passed since the last save was tried; None never.
-        on_steps: and at these.
     """
 
     every_steps: int | None = 1
     every_seconds: float | None = None
-    on_steps: Collection[int] = ()
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_steps < 1:
             raise CheckpointError("save at multiples of 1 or more", where="save_interval_steps")
 
     def due(self, step: int, *, newest: int | None, elapsed_s: float) -> bool:
-        """Whether to save `step`.
+        """True if `step` is to be saved.
 
         Args:
             newest: newest committed step; only later steps are saved.
@@ -53,7 +51,7 @@ class SavePolicy:
             return False
         by_steps = self.every_steps is not None and step % self.every_steps == 0
         by_time = self.every_seconds is not None and elapsed_s >= self.every_seconds
-        return by_steps or by_time or step in self.on_steps
+        return by_steps or by_time
 
 
 #: Assumed before anything is known: one failure a day.
@@ -203,21 +201,26 @@ Metrics: TypeAlias = "Mapping[str, Any]"
 
 
 class RetentionPolicy:
-    """Which old checkpoints stay although newer ones exist.
+    """The rule by which old checkpoints stay although newer ones exist.
 
     Args:
         most: how many numbered checkpoints to keep: the newest, or with `best_fn` the best; None keeps all.
         period: multiples of it are never pruned.
         best_fn: the measure of a checkpoint, from the `metrics` that it was saved with. The newest stays as well,
             because the run resumes from it, and so does one that was saved without metrics.
-        best_mode: "max" or "min".
+        best_mode: whether more is better ("max"), or less ("min").
     """
 
     def __init__(
-        self, most: int | None, period: int | None, best_fn: Callable[[Any], float] | None, best_mode: str
+        self,
+        most: int | None,
+        *,
+        period: int | None = None,
+        best_fn: Callable[[Any], float] | None = None,
+        best_mode: str = "max",
     ) -> None:
         if period is not None and period < 1:
-            raise CheckpointError("keep multiples of 1 or more", where="keep_period")
+            raise CheckpointError("keep multiples of 1 or more", where="period")
         if best_mode not in ("max", "min"):
             raise CheckpointError(f"{best_mode!r} is neither max nor min", where="best_mode")
         self._most, self._period, self._best_fn, self._best_mode = most, period, best_fn, best_mode
@@ -225,7 +228,7 @@ class RetentionPolicy:
 
     @property
     def newest(self) -> int | None:
-        """How many of the newest stay whatever they measure; None for all."""
+        """The number of the newest that stay whatever they measure; None for all."""
         return 1 if self._best_fn is not None and self._most is not None and self._most >= 1 else self._most
 
     def spared(self, directory: Path, step: int, metrics: Any) -> frozenset[int]:
@@ -252,7 +255,7 @@ class RetentionPolicy:
         return max(found)[1] if found else max(steps, default=None)
 
     def _measure(self, directory: Path, step: int) -> float | None:
-        """How good a step is, the more the better; None without metrics."""
+        """The measure of a step, the more the better; None without metrics."""
         if step not in self._known:
             self._known[step] = metrics_of(directory, step)
         metrics = self._known[step]
@@ -265,7 +268,7 @@ class RetentionPolicy:
 
 
 def metrics_of(directory: Path, step: int) -> Metrics | None:
-    """What a step was saved with; None if nothing, or if that cannot be read. Raises CheckpointError: no such step."""
+    """The metrics of a step; None without any, or if they cannot be read. Raises CheckpointError: no such step."""
     try:
         found = read_manifest(folders_of(directory, step)[0]).info.get(METRICS)
     except DamagedCheckpoint:

@@ -113,7 +113,7 @@ class StateEntry:
 
 
 def hand_off(state: State) -> list[StateEntry]:
-    """What `state` is now, except for the contents of its tensors.
+    """The present content of `state`, except for the contents of its tensors.
 
     Raises:
         CheckpointError: a value that is neither tensor nor plain, a name that no file may have, or two keys

@@ -249,7 +249,7 @@ class CheckpointStore:
         return self._lease.attempt
 
     def holds_lease(self) -> bool:
-        """Whether this attempt is the one writer of the folder: ask before you write anything else into it."""
+        """True if this attempt is the one writer of the folder: ask before you write anything else into it."""
         return self._lease is not None and self._lease.is_held()
 
     @property
@@ -320,7 +320,7 @@ class CheckpointStore:
         return self._newest(layout.open_folder, heal, at_most)
 
     def is_newest(self, opened: Opened, at_most: int | None = None) -> bool:
-        """Whether a folder that was read is still the newest, and still the same checkpoint; reads its manifest."""
+        """True if a folder that was read is still the newest, and still the same checkpoint; reads its manifest."""
         line = [folder for step, folder in committed(self.directory) if at_most is None or step <= at_most]
         if line[:1] != [opened.folder]:
             return False

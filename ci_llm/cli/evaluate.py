@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ci_llm.cli.command import add_json, at_least, parser_of, print_result, probability, whole_checkpoint
 from ci_llm.core.imports import importing
@@ -15,7 +15,7 @@ from ci_llm.core.quantities import duration
 from ci_llm.core.remote import is_url
 
 if TYPE_CHECKING:
-    from ci_llm.evaluation.evaluate import Evaluation
+    from ci_llm.evaluation.evaluate import Evaluated
 
 _COMMON = ("--data", "--max-samples", "--failed", "--calibrate", "--json")
 _LISTED_FAILURES = 10
@@ -100,18 +100,18 @@ class _Progress:
         self._shown = tenth
 
 
-def _as_text(call: argparse.Namespace, found: Evaluation) -> Iterator[str]:
+def _as_text(call: argparse.Namespace, found: Evaluated) -> Iterator[str]:
     from ci_llm.evaluation.evaluate import failed_lines
     from ci_llm.evaluation.predictions import sureness_lines
     from ci_llm.report.scores import failed_rows, table
 
     yield from (f"data  {line}" for line in found.lines)
     yield ""
-    yield from table(found.record, call.run)
-    if "bytes" in found.record:
-        tokens, nbytes = found.record["tokens"], found.record["bytes"]
-        yield f"{tokens} tokens of {nbytes / max(1, tokens):.2f} bytes on average"
-    yield from sureness_lines(found.record["sureness"]) if "sureness" in found.record else ()
+    figures = found.evaluation
+    yield from table(figures, call.run)
+    if figures.tokens is not None and figures.bytes is not None:
+        yield f"{figures.tokens} tokens of {figures.bytes / max(1, figures.tokens):.2f} bytes on average"
+    yield from sureness_lines(figures.sureness) if figures.sureness else ()
     if found.calibrated:
         yield f"calibrated on these rows, in {found.calibrated}: judge it on others"
     yield ""
@@ -124,19 +124,19 @@ def _as_text(call: argparse.Namespace, found: Evaluation) -> Iterator[str]:
         yield from failed_lines(found, call.failed)
 
 
-def _where_failed(call: argparse.Namespace, found: Evaluation) -> str:
+def _where_failed(call: argparse.Namespace, found: Evaluated) -> str:
     grep = shlex.join(["grep", '"correct": false', str(found.predictions)])
-    report = ", ci-llm report shows some" if call.output is None and found.record["nll"]["agents"] else ""
+    report = ", ci-llm report shows some" if call.output is None and found.evaluation.nll.agents else ""
     return f"; --failed lists them{report}, and this prints all: {grep}"
 
 
-def _as_json(call: argparse.Namespace, found: Evaluation) -> dict[str, Any]:
+def _as_json(call: argparse.Namespace, found: Evaluated) -> object:
     from ci_llm.report.scores import failed_rows
 
     failed = failed_rows(found.rows)
     return {
         "run": call.run,
-        **found.record,
+        **found.evaluation.to_dict(),
         "failed": len(failed),
         **({"failed_rows": failed[: call.failed]} if call.failed else {}),
         "calibration": str(found.calibrated) if found.calibrated else None,

@@ -53,7 +53,7 @@ def normalized(name: str) -> str:
 
 
 def canonical(name: str) -> str:
-    """The key that `name` is another name of; a name that is none comes back as it is."""
+    """The key for one of its other names; every other name is returned unchanged."""
     return ALIASES.get(normalized(name), normalized(name))
 
 

@@ -89,12 +89,12 @@ def allow_import(name: str) -> None:
 
 
 def is_function(name: str) -> bool:
-    """Whether a value means code of a user's own, and no module of this package."""
+    """True if a value means code of a user's own, and no module of this package."""
     return ":" in name
 
 
 def may_import(name: str) -> bool:
-    """Whether a user named it in this process."""
+    """True if a user named it in this process."""
     return name in _NAMED
 
 

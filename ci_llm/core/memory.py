@@ -27,7 +27,7 @@ _MESSAGES: Final = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that memory ran out."""
+    """True if an exception means that memory ran out."""
     import torch  # here, because the memory of this machine is asked before anything heavy is imported
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

@@ -78,7 +78,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def foretold(before: Mapping[str, Any]) -> str:
-    """What the names in a checkpoint say about a resume on this machine, for people."""
+    """A line for people: how exactly a checkpoint with these names resumes on this machine."""
     machine = before["machine"]
     made = f"made on {', '.join(machine.values())}; "
     device = torch.device("cuda" if "GPU" in machine and torch.cuda.is_available() else "cpu")

@@ -24,7 +24,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
 def is_url(text: object) -> bool:
-    """Whether a text has the form of a URL, and so is not a path."""
+    """True if a text has the form of a URL, and so is not a path."""
     return isinstance(text, str) and _URL.match(text) is not None
 
 
@@ -62,14 +62,14 @@ _FILE: Final = re.compile(r".*\.(jsonl?|ndjson|csv|tsv|parquet|arrow|txt|ya?ml|g
 
 
 def may_be_on_hub(name: str) -> bool:
-    """Whether `name` has the form of a hub id, and no local file or folder has this name."""
+    """True if `name` has the form of a hub id, and no local file or folder has this name."""
     if name == "embedded" or _FILE.fullmatch(name):
         return False
     return _ID.fullmatch(name) is not None and not os.path.exists(os.path.expanduser(name))
 
 
 def may_be_repository(name: str) -> bool:
-    """Whether `name` has the form of a model on the hub, `user/name`, and no local file or folder has this name."""
+    """True if `name` has the form of a model on the hub, `user/name`, and no local file or folder has this name."""
     return name.count("/") == 1 and not _CHECKPOINT.search(name) and may_be_on_hub(name)
 
 
@@ -151,7 +151,7 @@ def _refuse_path(name: str, error: Exception) -> None:
 
 
 def cache_folder(of: str) -> Path:
-    """Where copies lie that can be made again: in `CI_LLM_CACHE`, or below `XDG_CACHE_HOME`, or `~/.cache`."""
+    """The folder of copies that can be made again: `CI_LLM_CACHE`, or below `XDG_CACHE_HOME`, or `~/.cache`."""
     if given := os.environ.get("CI_LLM_CACHE"):
         return Path(given, of).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ci_llm", of).absolute()

@@ -105,14 +105,14 @@ def record_attempt(run_folder: Path, attempt: int, step: int, place: Mapping[str
 
 
 def attempts_without_progress(run_folder: Path, step: int) -> int:
-    """How many attempts in a row, the last one included, have begun at `step`."""
+    """The number of attempts in a row, the last one included, that have begun at `step`."""
     found = (path.parent.name for path in run_folder.glob(f"{ATTEMPTS}/*/{_BEGAN}"))
     newest_first = sorted((int(number) for number in found if number.isdecimal()), reverse=True)
     return len(list(takewhile(lambda number: read_began(run_folder, number).get("step") == step, newest_first)))
 
 
 def read_began(run_folder: Path | str, attempt: int) -> Mapping[str, Any]:
-    """What `record_attempt` wrote; empty if it is missing or damaged, because no run may end by this record."""
+    """The record of `record_attempt`; empty if it is missing or damaged, because no run may end by this record."""
     try:
         return read_object(attempt_folder(run_folder, attempt) / _BEGAN)
     except (OSError, ValueError):
@@ -245,7 +245,7 @@ class PushRecord:
     error: str | None = None
 
     def has(self, weights: str, to: str) -> bool:
-        """Whether these weights are known to be in that repository."""
+        """True if these weights are known to be in that repository."""
         return self.error is None and self.weights == weights and to in (self.to, self.repository)
 
 
@@ -256,7 +256,7 @@ def keep_push(run_folder: Path, record: PushRecord) -> None:
 
 
 def last_push(run_folder: Path) -> PushRecord | None:
-    """How the last push ended; None without one, or if that is not known."""
+    """The outcome of the last push; None without one, or if that is not known."""
     try:
         return read_record(PushRecord, run_folder / PUSH_RECORD)
     except (OSError, BadInput):
@@ -369,6 +369,8 @@ def write_skipped_batches(run_folder: Path, batches: Sequence[BadBatch]) -> None
 BEGINNING: Final = "beginning.json"
 #: What attempts have decided about changes of the crowd.
 CROWD_CHANGES: Final = "crowd_changes.json"
+#: The result of a run; `ci_llm.core.evaluation` writes and reads it.
+EVALUATION: Final = "evaluation.json"
 #: Names in the folder of a sweep: its record, the folder of its runs, and the folder of the best trial's agent.
 SWEEP: Final = "sweep.json"
 SEGMENTS: Final = "segments"
@@ -380,7 +382,7 @@ BASE_MODEL: Final = "base_model"
 #: What a run leaves in its folder. When the run is moved aside, everything else stays where it is.
 OF_A_RUN: Final = (
     *("checkpoint_step_*", "final_checkpoint", "quarantine", "superseded", ATTEMPTS, BEGINNING, RECOVERY),
-    *("status.json", "training.log", "metrics.jsonl", "evaluation.json", "gpu_stats.json"),
+    *("status.json", "training.log", "metrics.jsonl", EVALUATION, "gpu_stats.json"),
     *("tensorboard", "requests", CROWD_CHANGES, SKIPPED_BATCHES, BASE_MODEL),
     *("report.html", "predictions.jsonl", "predictions.source.json", "calibration.json", PUSH_RECORD),
 )
@@ -389,10 +391,10 @@ _BESIDE: Final = (".*", "overwritten", "mirror.json", SWEEP, SEGMENTS)
 
 
 def is_reserved(name: str) -> bool:
-    """Whether a run or a sweep may give this name to a part of itself; some disks do not tell capitals apart."""
+    """True if a run or a sweep may give this name to a part of itself; some disks do not tell capitals apart."""
     return any(fnmatch(name.lower(), pattern) for pattern in (*OF_A_RUN, *_BESIDE))
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run, whatever its name."""
+    """True if a folder is that of a run, whatever its name."""
     return (folder / BEGINNING).is_file() or (folder / ATTEMPTS).is_dir()

@@ -131,7 +131,7 @@ class RunStatus:
 
     @property
     def current(self) -> Status:
-        """What the next heartbeat writes, with its time."""
+        """The status that the next heartbeat writes, with its time."""
         return self._current
 
     def update(self, **values: Any) -> None:
@@ -285,7 +285,7 @@ def keep_status(output_dir: Path | str, *, step: int = 0, time: float = 0.0) -> 
 
 
 def kept_status(output_dir: Path | str, attempt: int) -> Status | None:
-    """How an attempt that others followed stood last: `running` if it was killed. None if that was not kept."""
+    """The last status of an attempt that others followed: `running` if it was killed. None if it was not kept."""
     try:
         return run_folder.read_record(Status, _kept_path(output_dir, attempt))
     except (BadInput, FileNotFoundError):
@@ -316,7 +316,7 @@ def started_since_boot_s(pid: int | None = None) -> float:
 
 
 def is_alive(pid: int, started_s: float | None = None) -> bool:
-    """Whether a process of this machine exists and is not a zombie.
+    """True if a process of this machine exists and is not a zombie.
 
     Args:
         started_s: its `started_since_boot_s`, if known: a later process with the same pid is another process.

@@ -1,4 +1,4 @@
-"""What the evaluations of an objective measure, which score is better, and 95 % intervals over rows."""
+"""The measures of each objective, which of two scores is better, and 95 % intervals over rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import stdev
-from typing import Any, Final
+from typing import Final, Literal, TypeAlias
+
+#: What judges the rows of an evaluation: `nll` where no answer has to match theirs.
+JudgedBy: TypeAlias = Literal["exact_match", "nll"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class Metric:
 
     Attributes:
         told: its name for people.
-        part: the part of an `evaluation.json` that has it; "": the whole.
+        part: the part of an `Evaluation` that has it; "": the whole.
         greater: whether more of it is better.
     """
 
@@ -83,27 +86,6 @@ _BY_OBJECTIVE: Final[Mapping[str, Measures]] = {
 def measures_of(objective: str) -> Measures:
     """The measures of an objective; an objective that is not known here is taken to be of pairs."""
     return _BY_OBJECTIVE.get(objective, _BY_OBJECTIVE["pairs"])
-
-
-def measures(evaluation: Mapping[str, Any]) -> Measures:
-    """The measures of an `evaluation.json`."""
-    heads, pairs = evaluation.get("measured_by") == "heads", evaluation.get("preferences")
-    if heads and pairs is None:
-        return _BY_OBJECTIVE["regression" if evaluation.get("judged_by") == "nll" else "classification"]
-    if pairs is None:
-        return _BY_OBJECTIVE["sft"]
-    return _BY_OBJECTIVE["reward" if heads else "kto" if "auroc" in pairs else "pairs"]
-
-
-def figures(evaluation: Mapping[str, Any], metric: str) -> Mapping[str, Any]:
-    """The values of a metric in an `evaluation.json`: `agents`, `crowd`, and `intervals95` where these are known.
-
-    Raises:
-        KeyError: it has no value of this metric.
-    """
-    part = METRICS[metric].part
-    found = evaluation[part] if part else evaluation
-    return found[metric.removeprefix("rewards/")]  # type: ignore[no-any-return]
 
 
 def place_of_trial(trial: int, scores: Sequence[float | None], metric: str) -> tuple[bool, int, float, int]:

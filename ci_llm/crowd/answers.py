@@ -1,8 +1,7 @@
-"""The judgement of an answer: its final answer, how sure the crowd is of it, and the probability that it is right.
+"""The uncertainty of the crowd about an answer, and the probability that the answer is right.
 
-`style_of` finds in a task's references how final answers are written. `decompose` splits the crowd's entropy into a
-part common to the agents and a part on which they disagree. A `Calibration`, fitted on validation rows, turns such
-signals into the probability that an answer is right.
+`decompose` splits the crowd's entropy into a part common to the agents and a part on which they disagree. A
+`Calibration`, fitted on validation rows, turns such signals into the probability that an answer is right.
 
 Legend: K agents, B texts, n answers, F signals, S targets, V vocabulary.
 """
@@ -10,11 +9,9 @@ Legend: K agents, B texts, n answers, F signals, S targets, V vocabulary.
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -24,81 +21,12 @@ from torch import Tensor
 
 from ci_llm.crowd import aggregators
 from ci_llm.crowd.aggregators import Learned
-
-AnswerStyle = Literal["marked", "number", "text"]
-
-_MARK = re.compile(r"####[ \t]*(.*)")
-#: A sign right after a digit is an operation: 10-3 ends with the number 3.
-_NUMBER = re.compile(
-    r"(?P<sign>(?<![0-9])[-+])?\$?(?P<digits>(?:[0-9]+(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-)
-_BEGINS_WITH_NUMBER = re.compile(rf"{_NUMBER.pattern}(?![.,]?[\w/:^*+=-])")
-#: Before a number that is the whole answer, and not a part of it as in 3/4, 9:30 or 10-3; "Answer:42" and "US$5" do.
-_IS_WHOLE = r"(?:(?<![\w/^*.,+$-])(?<!\d:)|(?<![\d/:^*.,+-])(?=\$))"
-_ENDS_WITH_NUMBER = re.compile(rf"{_IS_WHOLE}{_NUMBER.pattern}\s*%?[.!]?\s*$")
-
-
-def style_of(references: Sequence[str]) -> AnswerStyle:
-    """How the answers of a task are written, judged by all its reference answers.
-
-    marked    "... #### 1,234"  as in GSM8K: the text after the mark; the last number if a text has no mark
-    number    "... is 42."      every reference ends with a number: the last number of a text
-    text      anything else, such as fractions, dates and times: the whole text, with white space evened out
-    """
-    if all(_MARK.search(text) for text in references):
-        return "marked"
-    return "number" if all(_ENDS_WITH_NUMBER.search(text) for text in references) else "text"
-
-
-def final_answer(text: str, style: AnswerStyle) -> str:
-    """The final answer of `text`, normalised; "" if there is none.
-
-    Numbers are compared as numbers: 1,234 = $1234.00.
-    """
-    if style == "marked" and (mark := _MARK.search(text)):
-        # The first mark counts: a text that continues after its answer continues with the next question.
-        return _number(_BEGINS_WITH_NUMBER.match(mark[1])) or _even(mark[1])
-    if style == "text":
-        return _even(text)
-    *_, last = [None, *_NUMBER.finditer(text)]
-    return _number(last)
-
-
-def majority(answers: Sequence[str], crowd: str) -> str:
-    """The answer that most agents give; on a tie the crowd's if it is among the tied, or else the first agent's.
-
-    Args:
-        answers: one per agent; "" is not a vote.
-        crowd: the crowd's own answer, which breaks ties.
-
-    Returns:
-        the answer; "" if no agent has one.
-    """
-    votes = Counter(answer for answer in answers if answer)
-    tied = [answer for answer, count in votes.items() if count == max(votes.values())]
-    return crowd if crowd in tied else next(iter(tied), "")
-
-
-def _number(found: re.Match[str] | None) -> str:
-    """A number without its superfluous characters: 1,234.50 becomes 1234.5; "" for None.
-
-    It works on digits, because different long numbers can be equal as floats.
-    """
-    if found is None:
-        return ""
-    whole, _, part = found["digits"].replace(",", "").partition(".")
-    value = f"{whole.lstrip('0') or '0'}.{part.rstrip('0')}".rstrip(".")
-    return f"-{value}" if found["sign"] == "-" and value != "0" else value
-
-
-def _even(text: str) -> str:
-    """The text with single spaces between its words."""
-    return " ".join(text.split())
+from ci_llm.crowd.metrics import AnswerStyle, final_answer
 
 
 @dataclass(frozen=True)
 class TokenUncertainty:
-    """How sure the crowd was of one token that it chose; entropies are in nats.
+    """The uncertainty of the crowd about one token that it chose; entropies are in nats.
 
     Attributes:
         probability: the probability of this token in the crowd's distribution, before temperature, `top_k` and `top_p`.
@@ -115,7 +43,7 @@ class TokenUncertainty:
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """How sure the crowd is of a whole text: its probability, and means over its tokens.
+    """The uncertainty of the crowd about a whole text: its probability, and means over its tokens.
 
     Source of the means: Malinin and Gales, "Uncertainty Estimation in Autoregressive Structured Prediction", 2021.
 
@@ -266,7 +194,7 @@ class Logistic:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What validation rows say about the answers of a crowd, kept as `calibration.json` beside the agents.
+    """The lessons of validation rows about the answers of a crowd, kept as `calibration.json` beside the agents.
 
     Attributes:
         learned: the agents' weights and a temperature, by which the aggregator `dirichlet` mixes them.

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypedDict
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypedDict, Unpack
 
 import torch
 
@@ -35,26 +35,6 @@ class Choices(TypedDict, total=False):
     top_k: int | None
     seed: int | None
     abstain_below: float | None
-
-
-@dataclass(frozen=True)
-class GenerationOptions:
-    """How prompts are answered.
-
-    Attributes:
-        decoding: how tokens are chosen.
-        stop_strings: an answer ends before the first of them.
-        abstain_below: an answer that is right with a lower probability is not given; None to give every answer.
-    """
-
-    decoding: Decoding
-    stop_strings: tuple[str, ...] = ()
-    abstain_below: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.abstain_below is not None and not 0 <= self.abstain_below <= 1:
-            what = "abstain_below must be a probability, from 0 to 1"
-            raise BadInput(what, where="generation settings", hint="change the value named")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +91,7 @@ def ends_of_answers(crowd: CrowdModel, stop_strings: Sequence[str] = ()) -> froz
     return prompter.ends | ends_of_base(crowd.model) | prompter.ends_among(stop_strings)
 
 
-def options_of(
-    crowd: CrowdModel,
-    stop_strings: Sequence[str] = (),
-    *,
-    abstain_below: float | None = None,
-    seed: int | None = None,
-    **choices: Any,
-) -> GenerationOptions:
+def options_of(crowd: CrowdModel, stop_strings: Sequence[str] = (), **choices: Unpack[Choices]) -> Decoding:
     """The options of a generation, from the arguments of `Crowd.generate`; without a `seed`, one is drawn.
 
     Raises:
@@ -126,16 +99,16 @@ def options_of(
         BadInput: a value is out of range, or it needs a calibration that the crowd does not have.
     """
     require_writers(crowd)
-    if choices.get("temperature") == 0:  # the limit of drawing is the most probable token
-        choices = {name: value for name, value in choices.items() if name not in (*_DRAWING, "do_sample")}
-    seed = torch.Generator().seed() if seed is None else seed
-    decoding = Decoding(ends=ends_of_answers(crowd, stop_strings), seed=seed, **choices)
-    ignored = [name for name in _DRAWING if choices.get(name) not in (None, 1)]
-    if ignored and not decoding.do_sample:
+    given: dict[str, Any] = {"seed": torch.Generator().seed()}
+    given |= {name: value for name, value in choices.items() if value is not None}
+    if given.get("temperature") == 0:  # the limit of drawing is the most probable token
+        given = {name: value for name, value in given.items() if name not in (*_DRAWING, "do_sample")}
+    options = Decoding(ends=ends_of_answers(crowd, stop_strings), stop_strings=tuple(stop_strings), **given)
+    ignored = [name for name in _DRAWING if given.get(name, 1) != 1]
+    if ignored and not options.do_sample:
         logger.warning(f"{', '.join(ignored)} without effect: tokens are drawn only with do_sample=True")
-    options = GenerationOptions(decoding, tuple(stop_strings), abstain_below)
-    if abstain_below is not None:
-        _require_calibration(crowd, decoding.aggregator)
+    if options.abstain_below is not None:
+        _require_calibration(crowd, options.aggregator)
     return options
 
 
@@ -153,7 +126,7 @@ def require_writers(crowd: CrowdModel) -> None:
         )
 
 
-def texts(crowd: CrowdModel, prompts: Sequence[Prompt], options: GenerationOptions, batch_size: int = 16) -> list[str]:
+def texts(crowd: CrowdModel, prompts: Sequence[Prompt], options: Decoding, batch_size: int = 16) -> list[str]:
     """Only the text of the crowd's answer to each prompt, "" where it abstains; see `answers`."""
     if options.abstain_below is not None:
         found = answers(crowd, prompts, options, batch_size, include_agents=False)
@@ -165,7 +138,7 @@ def texts(crowd: CrowdModel, prompts: Sequence[Prompt], options: GenerationOptio
 def answers(
     crowd: CrowdModel,
     prompts: Sequence[Prompt],
-    options: GenerationOptions,
+    options: Decoding,
     batch_size: int = 16,
     *,
     include_agents: bool = True,
@@ -179,10 +152,10 @@ def answers(
     yield from _Asking(crowd, prompts, options, batch_size).answers(include_agents=include_agents)
 
 
-def stream(crowd: CrowdModel, prompt: Prompt, options: GenerationOptions) -> generation.Stream[Answer]:
+def stream(crowd: CrowdModel, prompt: Prompt, options: Decoding) -> generation.Stream[Answer]:
     """Answer one prompt piece by piece; see `Crowd.stream`. Votes and abstentions come in one piece."""
     asking = _Asking(crowd, [prompt], options, 1)
-    whole = find_vote(options.decoding.aggregator) is not None or options.abstain_below is not None
+    whole = find_vote(options.aggregator) is not None or options.abstain_below is not None
 
     def produce(emit: Callable[[str], None], stop: Callable[[], bool]) -> Answer:
         asking.stop = stop
@@ -214,9 +187,7 @@ class _Asking:
         stop: called before every token; True ends all texts there.
     """
 
-    def __init__(
-        self, crowd: CrowdModel, prompts: Sequence[Prompt], options: GenerationOptions, at_a_time: int
-    ) -> None:
+    def __init__(self, crowd: CrowdModel, prompts: Sequence[Prompt], options: Decoding, at_a_time: int) -> None:
         if at_a_time < 1:
             raise BadInput("batch_size must be at least 1", where="generation settings", hint="change the value named")
         self.crowd, self.prompts, self.options, self.at_a_time = crowd, prompts, options, at_a_time
@@ -228,14 +199,14 @@ class _Asking:
 
     def generated(self, places: Iterable[int], **wanted: Any) -> Iterator[Generated]:
         """Generate after the prompts at these places; `wanted` are attributes of `generation.Wanted`."""
-        how: dict[str, Any] = {
-            "decoding": self.options.decoding,
-            "stop": self.stop,
-            "is_over": self._has_stopped if self.options.stop_strings else None,
-            "answers_of": lambda texts: generation.final_answers(self.texts(texts)),
-        }
+        how = generation.Wanted(
+            self.options,
+            stop=self.stop,
+            is_over=self._has_stopped if self.options.stop_strings else None,
+            answers_of=lambda texts: generation.final_answers(self.texts(texts)),
+        )
         asked = ((place, self.ids[place]) for place in places)
-        return generation.generate_each(self.crowd, asked, generation.Wanted(**how | wanted), self.at_a_time)
+        return generation.generate_each(self.crowd, asked, replace(how, **wanted), self.at_a_time)
 
     def answers(self, *, include_agents: bool) -> Iterator[Answer]:
         """Yield an answer for each prompt, in order: of all agents together, token by token or by a vote."""
@@ -254,7 +225,7 @@ class _Asking:
         """The answer to the prompt at this place."""
         [ids], [tokens], calibration, options = found.crowd, found.tokens, self.crowd.calibration, self.options
         text, *agents = self.texts([ids, *(own for [own] in found.agents)])
-        fits = calibration is not None and calibration.aggregator == options.decoding.aggregator
+        fits = calibration is not None and calibration.aggregator == options.aggregator
         probability = calibration.right(signals(tokens)) if calibration is not None and fits else None
         return Answer(
             prompt=self.prompts[place],

@@ -40,7 +40,7 @@ def public_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What every card says.
+    """The facts that every card states.
 
     Attributes:
         base: the name that `from_pretrained` opens here.

@@ -36,9 +36,8 @@ from torch import Tensor
 
 from ci_llm.base.targets import text_model
 from ci_llm.crowd.aggregators import find_vote
-from ci_llm.crowd.choosing import choose
 from ci_llm.crowd.columns import BLOCK, COLUMNS, Columns, Piece, Pieces
-from ci_llm.crowd.decoding import CROWD, Decoding, Request, Who, free_positions, num_positions
+from ci_llm.crowd.decoding import CROWD, Decoding, Request, Who, choose, free_positions, num_positions
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.errors import BadInput
 from ci_llm.lora.kernels import onednn_is_faster
@@ -104,7 +103,7 @@ class _Part:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next token is chosen after this part."""
+        """True if the next token is chosen after this part."""
         return isinstance(self.of, _Text) or self.start + len(self.ids) == len(self.of.ids)
 
 
@@ -330,7 +329,7 @@ class Decoder:
 
     @property
     def _is_spread(self) -> bool:
-        """Whether every product holds the crowd's tokens once for each agent."""
+        """True if every product holds the crowd's tokens once for each agent."""
         return len(self._crowd.storage.reading.agents) == self._crowd.settings.num_agents
 
     def _passes(self, parts: Sequence[_Part]) -> Iterator[_Pass]:
@@ -466,7 +465,7 @@ _TRIAL: Final = (21, 3, 8)
 
 
 def decodes(crowd: CrowdModel) -> bool:
-    """Whether a decoder computes the probabilities of the agents' full passes, by a short trial.
+    """True if a decoder computes the probabilities of the agents' full passes, by a short trial.
 
     A family may accept packed rows and columns and still compute something else.
     """
@@ -489,7 +488,7 @@ def decodes(crowd: CrowdModel) -> bool:
 
 @torch.no_grad()
 def _agrees(crowd: CrowdModel, request: Request) -> bool:
-    """Whether a full pass over the text gives the probabilities that were listed with its tokens."""
+    """True if a full pass over the text gives the probabilities that were listed with its tokens."""
     if request.error is not None:
         return True  # an agent with NaN has none
     model, everyone = crowd.model, len(crowd.storage.reading.agents) == crowd.settings.num_agents

@@ -170,7 +170,7 @@ class Export:
 
     @property
     def can_be_scored(self) -> bool:
-        """Whether it is known which rows the agents were evaluated on."""
+        """True if it is known which rows the agents were evaluated on."""
         return self.saved.run_config is not None
 
     def scores(self) -> Comparison:

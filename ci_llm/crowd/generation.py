@@ -28,10 +28,19 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ci_llm.crowd.aggregators import aggregate, find_vote, is_mean
-from ci_llm.crowd.answers import AnswerStyle, TokenUncertainty, final_answer, of_text, token_uncertainty, tokens_of
-from ci_llm.crowd.choosing import without_nan
+from ci_llm.crowd.answers import TokenUncertainty, of_text, token_uncertainty, tokens_of
 from ci_llm.crowd.decoder import Decoder, decodes
-from ci_llm.crowd.decoding import Decoding, Generated, Request, TokenIds, free_positions, generate_key, vote_key
+from ci_llm.crowd.decoding import (
+    Decoding,
+    Generated,
+    Request,
+    TokenIds,
+    free_positions,
+    generate_key,
+    vote_key,
+    without_nan,
+)
+from ci_llm.crowd.metrics import AnswerStyle, final_answer
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.padded import as_in_generation, is_padding_invariant, write_batch
 from ci_llm.data.batches import Batch, pack
@@ -406,7 +415,7 @@ def final_answers(texts: Sequence[str]) -> list[str]:
 def read_texts(
     crowd: CrowdModel, prompt: TokenIds, texts: Sequence[TokenIds], aggregator: str
 ) -> list[list[TokenUncertainty]]:
-    """How sure the crowd is of every token of given texts after one prompt, by one pass over all texts."""
+    """The uncertainty of the crowd at every token of given texts after one prompt, by one pass over all texts."""
     distinct = list(dict.fromkeys(map(tuple, texts)))  # agents often write the same
     batch = pack([continuation(prompt, text) for text in distinct], range(len(distinct)))
     numbers = []

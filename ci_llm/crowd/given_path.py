@@ -53,7 +53,7 @@ def require_checkpoint(given: Path, where: str, *, final_first: bool = False) ->
 
 
 def is_base(given: str) -> bool:
-    """Whether `given` is a base, which `load_base` opens, and not a crowd; for the hub, its files are looked up.
+    """True if `given` is a base, which `load_base` opens, and not a crowd; for the hub, its files are looked up.
 
     Raises:
         BadInput: neither a folder nor a model on the hub has this name.
@@ -66,7 +66,7 @@ def is_base(given: str) -> bool:
 
 
 def _is_original(folder: Path) -> bool:
-    """Whether this is a checkpoint of the first CI-LLM, which did not write manifests."""
+    """True if this is a checkpoint of the first CI-LLM, which did not write manifests."""
     try:
         return "K_agents" in json.loads((folder / META_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
@@ -84,7 +84,7 @@ def _best_of_sweep(folder: Path) -> Path | None:
 
 
 def _what_else(folder: Path) -> tuple[str, str]:
-    """What a path without a committed checkpoint holds, and a hint."""
+    """A description of a path without a committed checkpoint, and a hint."""
     if _is_original(folder):
         return (
             "this is a checkpoint of the first CI-LLM, which holds agents and no state to resume from",

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from ci_llm.core.evaluation import Difference, Figure, Intervals, Judgement
 from ci_llm.core.scores import LEAST_ROWS, METRICS
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.preferences import Preferences
@@ -39,21 +40,23 @@ J = TypeVar("J", bound="Judged")
 
 @dataclass(frozen=True)
 class Judged:
-    """What the agents computed for U units, with the labels.
+    """The numbers of the agents for U units, with the labels.
 
     Attributes:
         found: [K, U, ...] fp64, the agents' numbers.
         labels: [U] the right ones.
         temperature: the temperature of the crowd's class probabilities; see `Learned`.
-        key: the key of the figures in `evaluation.json`.
+        part: the part of an `Evaluation` that has the figures.
         prefix: the prefix of the figures' names in metrics.jsonl.
+        objective: the objective of heads that are judged so.
     """
 
     found: Tensor
     labels: Tensor
     temperature: float = 1.0
-    key: ClassVar[str]
+    part: ClassVar[str]
     prefix: ClassVar[str] = ""
+    objective: ClassVar[str]
 
     @classmethod
     def joined(cls: type[J], parts: Iterable[J]) -> J:
@@ -77,7 +80,7 @@ class Judged:
 
     @property
     def outcome(self) -> tuple[Tensor, Tensor]:
-        """Whether each unit is right, [K+1, U], which is False for numbers; and its loss, [K+1, U] fp64."""
+        """The right units, [K+1, U] bool, none for numbers; and the losses of all units, [K+1, U] fp64."""
         raise NotImplementedError
 
     @property
@@ -93,14 +96,14 @@ class Judged:
             for who, value in zip([*names, "crowd"], values, strict=True)
         }
 
-    def record(self) -> dict[str, Any]:
-        """The content of `evaluation.json` under `key`."""
+    def judgement(self) -> Judgement:
+        """The figures with their intervals."""
         drawn = self._drawn()
-        heated = {} if self.temperature == 1 else {"temperature": self.temperature}
-        return {"n": len(self.labels), **heated} | {
+        figures = {
             name: _with_intervals(values, [each[name] for each in drawn if name in each and name != UNSTABLE])
             for name, values in self.figures.items()
         }
+        return Judgement(len(self.labels), None if self.temperature == 1 else self.temperature, **figures)
 
     def _drawn(self) -> list[dict[str, list[float]]]:
         """The figures of `DRAWS` bootstrap samples, the same in every call; empty for fewer than `LEAST_ROWS` units."""
@@ -117,24 +120,23 @@ class Judged:
         return f"{self.told}: crowd {crowd:.3f}; agents {', '.join(f'{own:.3f}' for own in agents)}"
 
 
-def _with_intervals(values: Sequence[float], draws: Sequence[Sequence[float]]) -> dict[str, Any]:
+def _with_intervals(values: Sequence[float], draws: Sequence[Sequence[float]]) -> Figure:
     """A figure of K agents and the crowd with 95 % intervals, and by how much the crowd exceeds the agents' mean.
 
     Args:
         draws: the figure of the bootstrap samples. If it is defined in fewer than half of them, there is no interval.
     """
     *agents, crowd = values
-    gain, half = crowd - sum(agents) / len(agents), None
-    found: dict[str, Any] = {"agents": agents, "crowd": crowd}
+    gain, half, intervals = crowd - sum(agents) / len(agents), None, None
     drawn = torch.tensor(draws, dtype=torch.float64).view(-1, len(values))
     drawn = drawn[~drawn.isnan().any(1)]
     if 2 * len(drawn) >= DRAWS:
         ends = torch.tensor([0.025, 0.975], dtype=drawn.dtype)
-        *own, of_crowd = drawn.quantile(ends, dim=0).T.tolist()
-        found["intervals95"] = {"agents": own, "crowd": of_crowd}
+        *own, of_crowd = ((low, high) for low, high in drawn.quantile(ends, dim=0).T.tolist())
+        intervals = Intervals(tuple(own), of_crowd)
         gains = drawn[:, -1] - drawn[:, :-1].mean(1)
         half = float((gains.quantile(ends) - gain).abs().max()) or None
-    return found | {"crowd_minus_mean": {"value": gain, "interval95": half}}
+    return Figure(tuple(agents), crowd, crowd_minus_mean=Difference(gain, half), intervals95=intervals)
 
 
 class Ranking(Judged):
@@ -144,8 +146,9 @@ class Ranking(Judged):
     good rated row.
     """
 
-    key = "preferences"
+    part = "preferences"
     prefix = "rewards/"
+    objective = "reward"
 
     @property
     def are_pairs(self) -> bool:
@@ -169,7 +172,8 @@ class Ranking(Judged):
 class Classes(Judged):
     """The judgement of class probabilities: `found` is [K, U, n], and `labels` are the numbers of the classes."""
 
-    key = "classes"
+    part = "classes"
+    objective = "classification"
 
     @property
     def everyone(self) -> Tensor:
@@ -206,7 +210,8 @@ class Classes(Judged):
 class Numbers(Judged):
     """The judgement of predicted numbers: `found` is [K, U], and `labels` are the numbers to be predicted."""
 
-    key = "numbers"
+    part = "numbers"
+    objective = "regression"
 
     @property
     def outcome(self) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ DISTILLED_DOES: Final = "one agent trained on the crowd's distributions; beside 
 
 @dataclass(frozen=True)
 class Distillation:
-    """How one agent learns from the crowd.
+    """The settings by which one agent learns from the crowd.
 
     Attributes:
         prompts: a file of prompts without answers; None takes prompts of the embedded generator for a run on its

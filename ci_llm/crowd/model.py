@@ -49,7 +49,7 @@ def class_names(facts: Mapping[str, Any]) -> tuple[str, ...]:
 
 @dataclass
 class CrowdOutput:
-    """What n agents compute for one batch.
+    """The results of n agents for one batch.
 
     Attributes:
         agents: the places of these agents; empty for the base alone, which then is the one row of each tensor.
@@ -136,7 +136,7 @@ class CrowdModel(nn.Module):
 
     @property
     def is_packed(self) -> bool:
-        """Whether rows lie end to end."""
+        """True if rows lie end to end."""
         return self._route == "packed"
 
     def choose_attention(self) -> str:

@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
-from ci_llm.crowd.choosing import choose
-from ci_llm.crowd.decoding import Chosen, Request, TokenIds, free_positions
+from ci_llm.crowd.decoding import Chosen, Request, TokenIds, choose, free_positions
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.lora.passes import distance, dtypes_of, tolerance
 
@@ -71,7 +70,7 @@ def write_batch(
         return torch.full_like(scores, float("-inf")).scatter_(-1, chosen, 0.0)
 
     def have_ended(ids: Tensor, _: Tensor, **__: object) -> Tensor:
-        """Whether all texts have ended, once for every row."""
+        """True if all texts have ended, once for every row."""
         over = [each for each in open_ if each.finish is not None or (is_over and is_over(each.tokens))]
         open_[:] = [request for request in open_ if request not in over]
         return torch.full((len(ids),), stop() or not open_, device=ids.device)
@@ -92,7 +91,7 @@ def write_batch(
 
 
 def is_padding_invariant(model: PreTrainedModel, num_agents: int, pad_id: int) -> bool:
-    """Whether the base continues a prompt beside a longer one as it does alone.
+    """True if the base continues a prompt beside a longer one as it does alone.
 
     Some families count pads as positions, or mix them into their states, and raise no error.
     """

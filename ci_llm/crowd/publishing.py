@@ -112,7 +112,7 @@ def publish(run: Path, to: str | None, *, private: bool = True, merge: Merge | N
 
 
 def is_published(run: Path, to: str | None) -> bool:
-    """Whether the present `final_checkpoint` is recorded as published there; for arguments see `publish`."""
+    """True if the present `final_checkpoint` is recorded as published there; for arguments see `publish`."""
     known = last_push(run)
     return known is not None and known.has(weights_fingerprint(read_manifest(_final(run))), _asked_for(run, to))
 

@@ -10,20 +10,21 @@ Legend: K agents, S targets, V vocabulary, n rows or questions.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, tee
 from statistics import median
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import xxhash
 from torch import Tensor
 
-from ci_llm.core.scores import paired_interval
-from ci_llm.crowd.aggregators import aggregate, find_vote
-from ci_llm.crowd.answers import Uncertainty, majority, of_text, signals
+from ci_llm.core.evaluation import Asked, BaseScores, BestAgent, Difference, Figure, TeacherForced
+from ci_llm.core.scores import JudgedBy, paired_interval
+from ci_llm.crowd.aggregators import aggregate, find_vote, majority
+from ci_llm.crowd.answers import Uncertainty, of_text, signals
 from ci_llm.crowd.decoding import Decoding, ends_of_base, num_positions
 from ci_llm.crowd.generation import Wanted, generate_each
 from ci_llm.crowd.judging import Judged, judge
@@ -32,7 +33,6 @@ from ci_llm.crowd.model import CrowdModel
 from ci_llm.data.batches import Batch
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompter, last_answer
-from ci_llm.data.rows import TrainedOn
 from ci_llm.data.units import Unit
 
 
@@ -99,7 +99,7 @@ class Scores:
         """The scores of some of the rows, which then score all agents."""
         return Scores(self.right[:, chosen], self.nll[:, chosen], self.tokens[chosen])
 
-    def nll_gain(self, over: str) -> dict[str, float | None]:
+    def nll_gain(self, over: str) -> Difference:
         """The crowd's NLL minus that of the agents' mean or of the best agent, paired over all rows: less is better.
 
         Long rows count more, as in `mean_nll`.
@@ -108,7 +108,7 @@ class Scores:
             over: "mean" or "best". The best agent is chosen on these same rows, which favours the agent.
 
         Returns:
-            {"value", "interval95"} of `paired_gain`. The interval covers the choice of the rows, not of the seed.
+            the difference; its interval covers the choice of the rows, not of the seed.
         """
         *agents, crowd = self.nll.double()
         of_all = torch.stack(agents)
@@ -125,10 +125,10 @@ def own_rows(counts: Sequence[int], of_agent: Sequence[int]) -> tuple[slice, ...
     return tuple(slice(ends[number] - counts[number], ends[number]) for number in of_agent)
 
 
-def paired_gain(one: Tensor, other: Tensor) -> dict[str, float | None]:
+def paired_gain(one: Tensor, other: Tensor) -> Difference:
     """The mean of `one - other`, each [n], over rows, and its `paired_interval`."""
     difference = one - other
-    return {"value": float(difference.mean()), "interval95": paired_interval(difference.tolist())}
+    return Difference(float(difference.mean()), paired_interval(difference.tolist()))
 
 
 @torch.no_grad()
@@ -182,68 +182,54 @@ def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
     return Scores(wrong == 0, nll, tokens)
 
 
-def evaluation_record(
-    scores: Scores,
-    answers: AnswerScores | None,
-    *,
-    task: str,
-    aggregator: str,
-    trained_on: TrainedOn = "none",
-    heads: bool = False,
-) -> dict[str, Any]:
-    """The scores in `evaluation.json`.
+def fields_of(scores: Scores, answers: AnswerScores | None, *, heads: bool) -> dict[str, Any]:
+    """The fields of an `Evaluation` that follow from the scores.
 
-    With generated answers, `n` and `exact_match` are about final answers, `measured_by` is "generation", and the
-    teacher-forced figures of whole solutions are under `teacher_forced` with their own `n`. `nll` is always
-    teacher-forced. For heads `measured_by` is "heads", `exact_match` is about classes or pairs, and `nll` is the loss
-    of a row.
+    With generated answers, `n` and `exact_match` are about final answers, and the figures of whole solutions are under
+    `teacher_forced` with their own `n`.
 
     Args:
-        task: name of the data set.
-        trained_on: whether none, some or all of these rows were trained on.
+        heads: whether heads, and no tokens, were scored.
     """
-    solutions = {"n": scores.right.shape[1], "exact_match": _shares(scores.right, scores.own)}
+    n, exact_match = scores.right.shape[1], _shares(scores.right, scores.own)
+    found: dict[str, Any] = {"n": n, "exact_match": exact_match, "measured_by": "heads" if heads else "teacher_forcing"}
+    if answers is not None:
+        found |= {"n": answers.right.shape[1], "exact_match": answers.shares, "measured_by": "generation"}
+        found |= {"asked": answers.asked, "teacher_forced": TeacherForced(n, exact_match)}
+    if scores.judged is not None:
+        found[scores.judged.part] = scores.judged.judgement()
     *agents, crowd = scores.mean_nll
-    gains = {f"crowd_minus_{over}": scores.nll_gain(over) for over in ("mean", "best")}
-    return {
-        **({} if scores.judged is None else {scores.judged.key: scores.judged.record()}),
-        "task": task,
-        "rows_trained_on": trained_on,
-        "aggregator": aggregator,
-        **(solutions if answers is None else {**answers.record(), "teacher_forced": solutions}),
-        "nll": {"agents": agents, "crowd": crowd, **gains},
-        "measured_by": "generation" if answers else "heads" if heads else "teacher_forcing",
-    }
+    mean, best = map(scores.nll_gain, ("mean", "best"))
+    return {**found, "nll": Figure(tuple(agents), crowd, crowd_minus_mean=mean, crowd_minus_best=best)}
 
 
-def _shares(right: Tensor, own: Sequence[slice], vote: Tensor | None = None) -> dict[str, Any]:
-    """`exact_match` of `evaluation.json`, from which rows are right, [K+1, n]; gains are paired over all rows."""
+def _shares(right: Tensor, own: Sequence[slice], vote: Tensor | None = None) -> Figure:
+    """The share of right rows, from which rows are right, [K+1, n]; differences are paired over all rows."""
     *agents, crowd = right.double()
     of_each = zip(agents, own or [slice(None)] * len(agents), strict=True)
-    found = {"agents": [float(agent[rows].mean()) for agent, rows in of_each], "crowd": float(crowd.mean())}
-    others = {"mean": torch.stack(agents).mean(0), "best": max(agents, key=lambda agent: float(agent.mean()))}
-    if vote is not None:
-        others["vote"] = vote.double()
-        found["vote"] = float(others["vote"].mean())
-    return found | {f"crowd_minus_{name}": paired_gain(crowd, other) for name, other in others.items()}
+    voted = None if vote is None else vote.double()
+    return Figure(
+        agents=tuple(float(agent[rows].mean()) for agent, rows in of_each),
+        crowd=float(crowd.mean()),
+        vote=None if voted is None else float(voted.mean()),
+        crowd_minus_mean=paired_gain(crowd, torch.stack(agents).mean(0)),
+        crowd_minus_best=paired_gain(crowd, max(agents, key=lambda agent: float(agent.mean()))),
+        crowd_minus_vote=None if voted is None else paired_gain(crowd, voted),
+    )
 
 
-def base_record(scores: Scores, answers: AnswerScores | None) -> dict[str, float]:
-    """`base` of `evaluation.json`, from the scores of the base alone; see `CrowdModel.without_agents`."""
+def base_scores(scores: Scores, answers: AnswerScores | None) -> BaseScores:
+    """The scores of the base, from a pass of the base alone; see `CrowdModel.without_agents`."""
     right = scores.right if answers is None else answers.right
-    return {"exact_match": float(right[0].double().mean()), "nll": replace(scores, own=()).mean_nll[0]}
+    return BaseScores(float(right[0].double().mean()), replace(scores, own=()).mean_nll[0])
 
 
-def best_agent(scores: Scores, answers: AnswerScores | None, judged_by: JudgedBy) -> dict[str, int]:
-    """`best_agent` of `evaluation.json`: the numbers of the two best agents, and how many rows each of them wins.
-
-    Args:
-        judged_by: the measure that ranks the agents.
-    """
+def best_agent(scores: Scores, answers: AnswerScores | None, judged_by: JudgedBy) -> BestAgent:
+    """The two best agents by the measure that judges the rows, and how many rows each of them wins."""
     better = -scores.nll[:-1] if judged_by == "nll" else (scores.right[:-1] if answers is None else answers.right[:-2])
     first, second = better.double().sum(1).argsort(descending=True, stable=True)[:2].tolist()
     wins, losses = (int((better[one] > better[other]).sum()) for one, other in ((first, second), (second, first)))
-    return {"agent": first, "next": second, "rows_better": wins, "rows_worse": losses}
+    return BestAgent(first, second, wins, losses)
 
 
 class Examples(Protocol):
@@ -253,7 +239,6 @@ class Examples(Protocol):
     def __getitem__(self, number: int, /) -> Example: ...
 
 
-JudgedBy = Literal["exact_match", "nll"]
 #: The most words that a right answer can be expected to repeat exactly.
 MOST_WORDS: Final = 8
 
@@ -352,15 +337,12 @@ class Questions:
         return len(self.prompts)
 
 
-def how_asked(sets: Sequence[Questions], max_new_tokens: int) -> dict[str, Any]:
-    """What identifies the answers to these questions, beside agents and aggregator.
-
-    It is in `evaluation.json` and beside a predictions file, and shows that the two belong together.
-    """
+def asked_of(sets: Sequence[Questions], max_new_tokens: int) -> Asked:
+    """The identity of the questions, by which scores and a predictions file are known to belong together."""
     prompts = [prompt for part in sets for prompt in part.prompts]
     references = [reference for part in sets for reference in part.references]
     fingerprint = xxhash.xxh3_128_hexdigest(json.dumps([prompts, references]).encode())
-    return {"questions": fingerprint, "metric": sets[0].metric, "max_new_tokens": max_new_tokens}
+    return Asked(fingerprint, sets[0].metric, max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -381,20 +363,40 @@ class Solved:
 
 @dataclass(frozen=True)
 class AnswerScores:
-    """Which final answers were right.
+    """The right ones among the final answers.
 
     Attributes:
         right: [K+2, n] bool: K agents, the crowd, the vote.
         example: the first question; None without questions.
         own: per agent the questions that score it, if agents are evaluated on rows of their own; empty if all questions
             score all agents.
-        asked: see `how_asked`; empty if it does not belong into the record.
+        asked: what was asked; None before that is known of all sets.
     """
 
     right: Tensor
     example: Solved | None = None
     own: tuple[slice, ...] = ()
-    asked: Mapping[str, Any] = field(default_factory=dict)
+    asked: Asked | None = None
+
+    @classmethod
+    def of(
+        cls, answers: Iterable[Answers], prompter: Prompter, questions: Questions, lines: int, stop: Callable[[], bool]
+    ) -> AnswerScores | None:
+        """The scores of answers, in their order; None if `stop`, called after every question, returned True.
+
+        Args:
+            questions: what was answered.
+            lines: K+2, which is also known where no question was answered.
+        """
+        right, example = list[list[bool]](), None
+        for each in answers:
+            if stop():
+                return None
+            right.append(each.right)
+            if example is None:
+                question = prompter.question(questions.prompts[each.number])
+                example = Solved(question, each.crowd, questions.answers[each.number], tuple(each.right))
+        return cls(torch.tensor(right, dtype=torch.bool).view(-1, lines).T, example)
 
     @classmethod
     def joined(cls, parts: Iterable[AnswerScores]) -> AnswerScores:
@@ -412,13 +414,10 @@ class AnswerScores:
         """
         return replace(cls.joined(sets), own=own_rows([part.right.shape[1] for part in sets], of_agent))
 
-    def record(self) -> dict[str, Any]:
-        """`n`, `exact_match` and `asked` of `evaluation.json`; gains are paired over all rows, with 95 % intervals."""
-        return {
-            "n": self.right.shape[1],
-            "exact_match": _shares(self.right[:-1], self.own, self.right[-1]),
-            **self.asked,
-        }
+    @property
+    def shares(self) -> Figure:
+        """The share of right answers; differences are paired over all questions."""
+        return _shares(self.right[:-1], self.own, self.right[-1])
 
 
 @dataclass(frozen=True)
@@ -443,14 +442,24 @@ class Answers:
     signals: list[list[float]]
 
 
+def voted(answers: Sequence[str], crowd: str) -> str:
+    """The answer of the majority of the agents; the crowd's own answer breaks a tie, or else the first agent's.
+
+    Returns:
+        the answer; "" if no agent has one.
+    """
+    tied = majority(answers)
+    return crowd if crowd in tied else next(iter(tied), "")
+
+
 def answer_questions(
     crowd: CrowdModel,
     prompter: Prompter,
     questions: Questions,
     batches: Iterable[Sequence[int]],
-    *,
     max_new_tokens: int,
     aggregator: str,
+    *,
     agent: int | None = None,
     uncertainty: bool = False,
     stop: Callable[[], bool] = lambda: False,
@@ -491,41 +500,9 @@ def answer_questions(
         *agents, together = [prompter.text(ids) for [ids] in (*generated.agents, generated.crowd)]
         *own, crowds = map(questions.read, (*agents, together))
         wanted_answer = questions.answers[number]
-        right = [answer == wanted_answer != "" for answer in (*own, crowds, majority(own, crowds))]
+        right = [answer == wanted_answer != "" for answer in (*own, crowds, voted(own, crowds))]
         sure = of_text(everyones[-1]) if uncertainty else None
         yield Answers(number, agents, together, right, sure, [signals(tokens) for tokens in everyones])
-
-
-def score_answers(
-    crowd: CrowdModel,
-    prompter: Prompter,
-    questions: Questions,
-    batches: Iterable[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    aggregator: str,
-    stop: Callable[[], bool] = lambda: False,
-) -> AnswerScores | None:
-    """Score the answers of `answer_questions`, whose arguments these are.
-
-    Args:
-        questions: the same on every process.
-        batches: this process's share.
-        stop: also called after every question.
-
-    Returns:
-        the scores in the order of `batches`; None if `stop` returned True.
-    """
-    right, example = list[list[bool]](), None
-    how: Any = {"max_new_tokens": max_new_tokens, "aggregator": aggregator, "stop": stop}
-    for answers in answer_questions(crowd, prompter, questions, batches, **how):
-        if stop():
-            return None
-        right.append(answers.right)
-        if example is None:
-            question = prompter.question(questions.prompts[answers.number])
-            example = Solved(question, answers.crowd, questions.answers[answers.number], tuple(answers.right))
-    return AnswerScores(torch.tensor(right, dtype=torch.bool).view(-1, crowd.num_agents + 2).T, example)
 
 
 def _spread(numbers: Sequence[int], count: int) -> list[int]:
@@ -535,12 +512,12 @@ def _spread(numbers: Sequence[int], count: int) -> list[int]:
 
 
 def _has_question(row: Example) -> bool:
-    """Whether a row has a question: in plain text only the first token precedes the "answer"."""
+    """True if a row has a question: in plain text only the first token precedes the "answer"."""
     return bool(last_answer(row).start > 1)
 
 
-def rows_record(scores: Scores, answers: AnswerScores | None) -> dict[str, list[list[float]]]:
-    """`of_rows` of `evaluation.json`: by metric [K][n], the contribution of each row to an agent's mean.
+def parts_of_rows(scores: Scores, answers: AnswerScores | None) -> dict[str, list[list[float]]]:
+    """The contribution of each row to an agent's mean, by metric [K][n].
 
     The NLL, a ratio, is linearised as in `Scores.nll_gain`.
     """

@@ -1,4 +1,4 @@
-"""What a crowd says about given texts: the probability of answers, the agents' disagreement, and the scores of heads.
+"""Judgements on given texts: the probability of answers, the agents' disagreement, and the scores of heads.
 
 Texts may also be batches of tensors, as a data collator of Transformers makes them.
 
@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ci_llm.crowd import generation
 from ci_llm.crowd.answers import decompose
-from ci_llm.crowd.asking import GenerationOptions, prompter_of, require_writers
-from ci_llm.crowd.decoding import free_positions, num_positions
+from ci_llm.crowd.asking import prompter_of, require_writers
+from ci_llm.crowd.decoding import Decoding, free_positions, num_positions
 from ci_llm.crowd.judging import tempered
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.scoring import score
@@ -37,7 +37,7 @@ _IGNORED = -100  # in labels, as everywhere
 
 
 def is_tokens(given: object) -> bool:
-    """Whether these are token ids, as a tensor or a batch, and not texts."""
+    """True if these are token ids, as a tensor or a batch, and not texts."""
     return isinstance(given, Tensor) or (isinstance(given, Mapping) and "input_ids" in given)
 
 
@@ -72,21 +72,19 @@ def token_rows(batch: TokenBatch) -> list[Example]:
     return found
 
 
-def continued(
-    crowd: CrowdModel, batch: TokenBatch, options: GenerationOptions, batch_size: int, *, details: bool
-) -> Tensor:
+def continued(crowd: CrowdModel, batch: TokenBatch, options: Decoding, batch_size: int, *, details: bool) -> Tensor:
     """The ids [N, T] that follow each row, without the end of the answer; short ones are padded by `pad_id`.
 
     Raises:
         BadInput: an option needs prompts as texts.
     """
-    if details or options != GenerationOptions(options.decoding):
+    if details or options.stop_strings or options.abstain_below is not None:
         only = "give prompts as texts for details, stop_strings and abstain_below"
         raise BadInput("of a batch of tensors only token ids come back", where="Crowd.generate", hint=only)
     rows = [row.input_ids.tolist() for row in token_rows(batch)]
     if rows:
         free_positions(crowd.model, rows)
-    found = generation.generate_each(crowd, enumerate(rows), generation.Wanted(options.decoding), batch_size)
+    found = generation.generate_each(crowd, enumerate(rows), generation.Wanted(options), batch_size)
     ids = [torch.tensor(each.crowd[0], dtype=torch.long) for each in found]
     return pad_sequence(ids, batch_first=True, padding_value=crowd.pad_id) if ids else torch.zeros(0, 0).long()
 

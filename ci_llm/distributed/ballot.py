@@ -78,7 +78,7 @@ class StepSums:
 
     @staticmethod
     def size(num_agents: int, *, metrics: int = 0) -> int:
-        """How many numbers they are."""
+        """The number of values in the packed sums."""
         return 2 * num_agents * (1 + metrics) + 2
 
     @staticmethod

@@ -23,6 +23,7 @@ import xxhash
 
 from ci_llm.config import Config
 from ci_llm.core.durable import write_json
+from ci_llm.core.evaluation import NOBODY, Asked, Evaluation, Figure
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd import scoring
 from ci_llm.crowd.aggregators import Learned
@@ -48,9 +49,9 @@ from ci_llm.evaluation.predictions import (
     open_predictions,
     require_own,
     sureness,
-    sureness_record,
+    sureness_of_answers,
 )
-from ci_llm.lora.reading import NOBODY
+from ci_llm.lora import reading
 from ci_llm.objectives import objective_of
 from ci_llm.report.scores import failed_rows
 
@@ -66,11 +67,11 @@ _PASSES: Final[tuple[Phase, ...]] = ("learning weights", "learning the temperatu
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """The results of an evaluation.
+class Evaluated:
+    """A saved crowd after its evaluation, with every answer.
 
     Attributes:
-        record: the figures, by the names of `evaluation.json`.
+        evaluation: the figures.
         lines: facts about the rows, for people.
         rows: the lines of the predictions file; empty for plain text.
         predictions: the predictions file; None for plain text.
@@ -80,7 +81,7 @@ class Evaluation:
         calibrated: the file of the calibration that this call has made; None without a calibration.
     """
 
-    record: dict[str, Any]
+    evaluation: Evaluation
     lines: list[str]
     rows: list[Row]
     predictions: Path | None
@@ -90,7 +91,7 @@ class Evaluation:
     calibrated: Path | None = None
 
 
-def evaluate(request: loading.Request, progress: Progress = lambda *_: None) -> Evaluation:
+def evaluate(request: loading.Request, progress: Progress = lambda *_: None) -> Evaluated:
     """Evaluate agents, vote and crowd, and keep every answer.
 
     Args:
@@ -110,7 +111,7 @@ def evaluate(request: loading.Request, progress: Progress = lambda *_: None) -> 
     return replace(found, seconds=time.monotonic() - began)
 
 
-def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progress) -> Evaluation:
+def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progress) -> Evaluated:
     output = request.output or loading.default_output(checkpoint)
     require_own(output, overwrite=request.overwrite)
     calibrated = loading.require_place(checkpoint) if request.calibrate else None
@@ -139,8 +140,8 @@ def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progr
                 scores = _calibrated(job, scores)
         if calibrated is not None and job.crowd.calibration is not None:
             write_json(calibrated, job.crowd.calibration.record())
-    return Evaluation(
-        record=_record(job, scores, base, rows),
+    return Evaluated(
+        evaluation=_evaluation(job, scores, base, rows),
         lines=_lines(job),
         rows=rows,
         predictions=output if rows else None,
@@ -205,7 +206,7 @@ def _batches(job: loading.Job, progress: Progress, phase: Phase = "scoring") -> 
 
 
 def _ranking(job: loading.Job) -> Ranking | None:
-    """How well the agents tell better answers from worse ones, where they were trained for that."""
+    """The ranking of better and worse answers by the agents, where they were trained for that."""
     rows, each = job.judged, job.config.each_agent
     if rows is None:
         return None
@@ -222,7 +223,7 @@ def _answer(job: loading.Job, predictions: Predictions, progress: Progress) -> N
     batches = share(range(done, total), 0, 1, job.batch_size)
     progress("answering", done, total)
     answered = _answers_to(job, batches, job.config.aggregator)
-    of_base = _answers_to(job, batches, "probability", NOBODY) if job.names else None
+    of_base = _answers_to(job, batches, "probability", reading.NOBODY) if job.names else None
     for batch in batches:
         ours = [*islice(answered, len(batch))]
         bases = ours if of_base is None else islice(of_base, len(batch))
@@ -238,8 +239,8 @@ def _answers_to(
         job.prompter,
         job.questions,
         batches,
-        max_new_tokens=job.config.answer_tokens(job.questions.longest),
-        aggregator=aggregator,
+        job.config.answer_tokens(job.questions.longest),
+        aggregator,
         agent=agent,
         uncertainty=True,
     )
@@ -324,11 +325,11 @@ def _calibration(job: loading.Job, rows: Sequence[Row]) -> Calibration:
     )
 
 
-# The record
+# The figures
 
 
 def _judged(job: loading.Job, rows: Sequence[Row]) -> tuple[scoring.AnswerScores | None, scoring.AnswerScores | None]:
-    """Which answers of agents, crowd and vote were right, and which of the base; None for free text."""
+    """The right answers of agents, crowd and vote, and those of the base; None for free text."""
     if not rows or job.judged_by == "nll":
         return None, None
     right, base = _right(rows), torch.tensor([[row["base_correct"] for row in rows]])
@@ -342,42 +343,38 @@ def _right(rows: Sequence[Row]) -> torch.Tensor:
     return torch.tensor([[*row["agents_correct"], row["correct"], row["vote_correct"]] for row in rows]).T
 
 
-#: The figures of agents and crowd for a base alone.
-_NOBODY: Final[dict[str, Any]] = {"agents": [], "crowd": None}
-
-
-def _record(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, rows: Sequence[Row]) -> dict[str, Any]:
+def _evaluation(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, rows: Sequence[Row]) -> Evaluation:
     config, (right, base_right) = job.config, _judged(job, rows)
-    heads, names, aggregator = bool(job.crowd.settings.outputs), job.crowd.names, config.aggregator
-    task, trained_on = job.request.data or config.task, job.tokenized.rows.trained_on
-    record = {
-        **scoring.evaluation_record(
-            scores, right, task=task, aggregator=aggregator, trained_on=trained_on, heads=heads
-        ),
-        "step": job.saved.step,
-        "data": [job.tokenized.rows.where],
-        "judged_by": job.judged_by,
-        "left_out": 0 if heads else job.questions.left_out,
-    }
-    if not heads:
-        record["base"] = scoring.base_record(base, base_right)
-    if not job.names:
-        record |= {"exact_match": _NOBODY, "nll": _NOBODY, "teacher_forced": None}
-    elif names != default_names(job.crowd.num_agents):
-        record["folders"] = names
+    heads, names = bool(job.crowd.settings.outputs), job.crowd.names
     rates = [own.learning_rate for own in config.each_agent]
-    if job.saved.run_config is not None and len(rates) == len(job.names):
-        record["learning_rates"] = rates
-    if config.agents and len(job.names) > 1:
-        record["best_agent"] = scoring.best_agent(scores, right, job.judged_by)
-    if job.names != names:
-        record["names"] = job.names
-    below = job.request.abstain_below
+    found = scoring.fields_of(scores, right, heads=heads)
+    if right is None and not heads:
+        found |= _text_figures(job, scores, base)
+    if not job.names:
+        found |= {"exact_match": NOBODY, "nll": NOBODY, "teacher_forced": None}
+    has_own = job.saved.run_config is not None and len(rates) == len(job.names)
+    has_best = bool(config.agents) and len(job.names) > 1
+    sure, below = None, job.request.abstain_below
     if right is not None:
-        record["sureness"] = sureness_record(rows, job.crowd.calibration, aggregator, abstain_below=below)
+        sure = sureness_of_answers(rows, job.crowd.calibration, config.aggregator, abstain_below=below)
     elif isinstance(scores.judged, Classes):
-        record["sureness"] = sureness("probability", scores.judged.everyone[-1].amax(-1), scores.right[-1], below)
-    return record if right is not None or heads else record | _text_figures(job, scores, base)
+        sure = sureness("probability", scores.judged.everyone[-1].amax(-1), scores.right[-1], below)
+    return Evaluation(
+        **found,
+        task=job.request.data or config.task,
+        data=(job.tokenized.rows.where,),
+        rows_trained_on=job.tokenized.rows.trained_on,
+        aggregator=config.aggregator,
+        judged_by=job.judged_by,
+        step=job.saved.step,
+        base=None if heads else scoring.base_scores(base, base_right),
+        names=tuple(job.names) if job.names != names else (),
+        folders=tuple(names) if job.names and names != default_names(len(names)) else (),
+        learning_rates=tuple(rates) if has_own else (),
+        best_agent=scoring.best_agent(scores, right, job.judged_by) if has_best else None,
+        left_out=0 if heads else job.questions.left_out,
+        sureness=sure,
+    )
 
 
 def _text_figures(job: loading.Job, scores: scoring.Scores, base: scoring.Scores) -> dict[str, Any]:
@@ -385,13 +382,13 @@ def _text_figures(job: loading.Job, scores: scoring.Scores, base: scoring.Scores
     tokens, nats = int(scores.tokens.sum()), torch.cat([base.nll[:1], scores.nll]).double().sum(1)
     targets = (job.tokenized[number] for number in range(len(job.tokenized)))
     size = sum(len(job.prompter.text(row.input_ids[row.supervised].tolist()).encode()) for row in targets)
-    found = {"perplexity": (nats / tokens).exp(), "bits_per_byte": nats / math.log(2) / max(1, size)}
 
-    def named(of_base: float, *agents: float) -> dict[str, Any]:
-        everyone = {"agents": [*agents[:-1]], "crowd": agents[-1]} if job.names else _NOBODY
-        return {**everyone, "base": of_base}
+    def figure(values: torch.Tensor) -> Figure:
+        of_base, *agents, crowd = values.tolist()
+        return Figure(tuple(agents), crowd, base=of_base) if job.names else replace(NOBODY, base=of_base)
 
-    return {"tokens": tokens, "bytes": size, **{name: named(*each.tolist()) for name, each in found.items()}}
+    figures = {"perplexity": (nats / tokens).exp(), "bits_per_byte": nats / math.log(2) / max(1, size)}
+    return {"tokens": tokens, "bytes": size, **{name: figure(values) for name, values in figures.items()}}
 
 
 def _lines(job: loading.Job) -> list[str]:
@@ -423,12 +420,12 @@ def _source(job: loading.Job) -> Source:
         rows=len(job.questions),
         aggregator=_aggregator_name(job),
         step=job.saved.step,
-        **_asked(job),
+        **asdict(_asked(job)),
     )
 
 
-def _asked(job: loading.Job) -> dict[str, Any]:
-    return scoring.how_asked([job.questions], job.config.answer_tokens(job.questions.longest))
+def _asked(job: loading.Job) -> Asked:
+    return scoring.asked_of([job.questions], job.config.answer_tokens(job.questions.longest))
 
 
 def _aggregator_name(job: loading.Job) -> str:
@@ -439,15 +436,15 @@ def _aggregator_name(job: loading.Job) -> str:
     return f"{name} {xxhash.xxh3_128_hexdigest(json.dumps(asdict(learned)).encode())[:8]}"
 
 
-def failed_lines(evaluation: Evaluation, most: int) -> Iterator[str]:
+def failed_lines(found: Evaluated, most: int) -> Iterator[str]:
     """A line for each row that the crowd answered wrong, beginning with those of which it was most sure.
 
     Args:
         most: at most so many rows are listed.
     """
-    failed = failed_rows(evaluation.rows)
+    failed = failed_rows(found.rows)
     for row in failed[:most]:
-        answer, reference = (_short(evaluation.read(row[key]), 24) for key in ("answer", "reference"))
+        answer, reference = (_short(found.read(row[key]), 24) for key in ("answer", "reference"))
         yield (
             f"row {row['row']:<6} {row['confidence']:.2f}  answered {answer or 'nothing'}, right is {reference}:"
             f"  {_short(row['prompt'], 60)}"

@@ -17,12 +17,13 @@ from typing import Any, Final
 from ci_llm.checkpoints.manifest import read_file, read_manifest
 from ci_llm.config import Config, load_config, parse_config
 from ci_llm.config.schema import with_trait
+from ci_llm.core.scores import JudgedBy
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import num_positions
 from ci_llm.crowd.given_path import META_FILE
 from ci_llm.crowd.importing import find_reference
 from ci_llm.crowd.pretrained import Pretrained, calibration_path, given_names, open_base, open_pretrained
-from ci_llm.crowd.scoring import JudgedBy, Questions, judged_by
+from ci_llm.crowd.scoring import Questions, judged_by
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import joined_sizes, load_rows
@@ -79,7 +80,7 @@ class Request:
 
     @property
     def is_of_own_rows(self) -> bool:
-        """Whether these are the rows of the run's own evaluation, by its configuration."""
+        """True if these are the rows of the run's own evaluation, by its configuration."""
         return self.data is None and self.split is None and self.max_samples is None
 
 
@@ -245,7 +246,7 @@ def load(request: Request, checkpoint: Path | None) -> Job:
 
 
 def _has_reference(crowd: Crowd, config: Config, checkpoint: Path | None) -> bool:
-    """Whether the reference of the training is available; otherwise a warning says why not."""
+    """True if the reference of the training is available; otherwise a warning says why not."""
     if config.reference == "base" or config.init_from is None or checkpoint is None:
         return config.reference == "base"
     prints: Any = read_manifest(checkpoint).info.get("fingerprints", {})
@@ -326,7 +327,7 @@ def require_new_rows(job: Job) -> None:
         raise BadInput(
             "these rows are free text, whose answers are neither right nor wrong",
             where=f"--calibrate: {job.tokenized.rows.where}",
-            hint="rows with short answers; or --metric exact_match, which takes their texts for answers all the same",
+            hint="rows with short answers; or --metric exact_match, which compares the whole texts",
         )
     if job.tokenized.rows.trained_on == "all":
         raise BadInput(

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ci_llm.core.durable import append, cut, locked, make_folders, read_json, write_bytes, write_json
+from ci_llm.core.evaluation import Abstention, Sureness
 from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.judging import auroc, calibration_error
 from ci_llm.errors import BadInput
@@ -193,7 +194,7 @@ LEAST_OF_EACH: Final = 10
 
 
 def honest_error(probabilities: ArrayLike) -> float:
-    """The mean calibration error that true probabilities with these values have by chance."""
+    """The calibration error, on average over draws, of answers that are right with exactly these probabilities."""
     p, generator = np.asarray(probabilities, float), np.random.default_rng(0)
     return float(np.mean([calibration_error(p, generator.random(len(p)) < p) for _ in range(DRAWS)]))
 
@@ -205,14 +206,14 @@ def at_coverage(sure: ArrayLike, right: ArrayLike) -> float:
     return float(is_right[kept].mean())
 
 
-def sureness_record(
+def sureness_of_answers(
     rows: Sequence[Row],
     calibration: Calibration | None,
     aggregator: str,
     *,
     abstain_below: float | None = None,
-) -> dict[str, Any]:
-    """`sureness` of an evaluation's record, from the lines of a predictions file.
+) -> Sureness:
+    """The quality of the crowd's sureness, from the lines of a predictions file.
 
     `by` names the judged number: the calibrated probability, or without a calibration the confidence. Answers are
     ordered by their log-probabilities, because the confidence rounds to 0 for long texts.
@@ -226,43 +227,41 @@ def sureness_record(
 
 def sureness(
     by: str, numbers: ArrayLike, right: ArrayLike, abstain_below: float | None, order: ArrayLike | None = None
-) -> dict[str, Any]:
+) -> Sureness:
     """Figures on n probabilities, called `by`, that answers are right.
 
     Args:
         order: numbers to sort the answers by, if the probabilities round to 0; None to sort by these.
     """
     p, is_right, order = np.asarray(numbers, float), np.asarray(right, bool), numbers if order is None else order
-    record: dict[str, Any] = {
-        "by": by,
-        "rows": len(p),
-        "right": int(is_right.sum()),
-        "auroc": auroc(order, is_right),
-        "calibration_error": calibration_error(p, is_right),
-        "calibration_error_by_chance": honest_error(p),
-        "coverage": COVERAGE,
-        "exact_match_at_coverage": at_coverage(order, is_right),
-    }
+    abstention = None
     if abstain_below is not None:
         given = p >= abstain_below
-        record["abstention"] = {
-            "below": abstain_below,
-            "answered": float(given.mean()),
-            "exact_match": float(is_right[given].mean()) if given.any() else None,
-        }
-    return record
-
-
-def sureness_lines(sure: Mapping[str, Any]) -> Iterator[str]:
-    """Lines that say how far the numbers of how sure the crowd is can be trusted, from a `sureness`."""
-    right, wrong = sure["right"], sure["rows"] - sure["right"]
-    are_few = sure["auroc"] is None or min(right, wrong) < LEAST_OF_EACH
-    area = f"no AUROC below {LEAST_OF_EACH} of each" if are_few else f"{sure['auroc']:.3f} AUROC of wrong answers"
-    yield (
-        f"{sure['by']}, {right} right and {wrong} wrong: {area}, {sure['calibration_error']:.3f} calibration error"
-        f" ({sure['calibration_error_by_chance']:.3f} by chance alone),"
-        f" {sure['exact_match_at_coverage']:.3f} right of the surest {sure['coverage']:.0%}"
+        of_given = float(is_right[given].mean()) if given.any() else None
+        abstention = Abstention(abstain_below, float(given.mean()), of_given)
+    return Sureness(
+        by=by,
+        rows=len(p),
+        right=int(is_right.sum()),
+        auroc=auroc(order, is_right),
+        calibration_error=calibration_error(p, is_right),
+        calibration_error_by_chance=honest_error(p),
+        coverage=COVERAGE,
+        exact_match_at_coverage=at_coverage(order, is_right),
+        abstention=abstention,
     )
-    if found := sure.get("abstention"):
-        right = "none" if found["exact_match"] is None else f"{found['exact_match']:.3f} of them right"
-        yield f"answers of at least {found['below']:g}: {found['answered']:.0%} of the rows, {right}"
+
+
+def sureness_lines(sure: Sureness) -> Iterator[str]:
+    """Lines that say how far the numbers of how sure the crowd is can be trusted."""
+    right, wrong = sure.right, sure.rows - sure.right
+    are_few = sure.auroc is None or min(right, wrong) < LEAST_OF_EACH
+    area = f"no AUROC below {LEAST_OF_EACH} of each" if are_few else f"{sure.auroc:.3f} AUROC of wrong answers"
+    yield (
+        f"{sure.by}, {right} right and {wrong} wrong: {area}, {sure.calibration_error:.3f} calibration error"
+        f" ({sure.calibration_error_by_chance:.3f} by chance alone),"
+        f" {sure.exact_match_at_coverage:.3f} right of the surest {sure.coverage:.0%}"
+    )
+    if found := sure.abstention:
+        told = "none" if found.exact_match is None else f"{found.exact_match:.3f} of them right"
+        yield f"answers of at least {found.below:g}: {found.answered:.0%} of the rows, {told}"

@@ -214,7 +214,7 @@ class _Attempt:
         return self._pending["batches"] if self._pending is not None else 0
 
     def begin_batch(self) -> str | None:
-        """When the batch is fetched, and the one before is complete: save, if due. Returns a reason to end here."""
+        """Save the step before, if that is due, once the next batch is fetched. Returns a reason to end here."""
         trainer, loop = self._trainer, self._trainer.fit_loop
         if self._pending is not None:
             restore_generators(self._pending["at_batch"], self._place)

@@ -204,7 +204,7 @@ class _Attempt:
         self._at_epoch = determinism.capture()
 
     def begin_step(self) -> None:
-        """When the batches of the step are fetched, and the step before is complete: save that one, if due."""
+        """Save the step before, if that is due: it is complete when the batches of this one are fetched."""
         if self._pending is not None:
             if self._pending["at_step"] is not None:
                 restore_generators(self._pending["at_step"], str(self.source))

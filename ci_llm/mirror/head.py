@@ -172,16 +172,16 @@ class Head:
 
     @property
     def places(self) -> set[str]:
-        """Where everything lies that counts."""
+        """The places of all objects that this head refers to."""
         return {entry.place for entry in self.entries} | {file.place for file in self.files.values()}
 
     def claimed(self) -> Head:
-        """With the next writer."""
+        """This head with a new writer, whose number is the next one."""
         number = int(self.writer.partition("-")[0] or 0) + 1
         return replace(self, writer=f"{number:06d}-{secrets.token_hex(4)}")
 
     def with_step(self, entry: Entry) -> Head:
-        """With one more step in the line, in the place of another one of its name."""
+        """This head with `entry` in its line; an entry of the same name is replaced."""
         others = [each for each in self.line if each.name != entry.name]
         old = [each for each in self.line if each.name == entry.name != FINAL and each.place != entry.place]
         # The newest first; a numbered step before the final one of the same step.
@@ -189,12 +189,12 @@ class Head:
         return replace(self, line=tuple(line), superseded=(*self.superseded, *old))
 
     def without(self, names: Iterable[str]) -> Head:
-        """Without some steps of the line."""
+        """This head without the entries of these names in its line."""
         gone = {*names}
         return replace(self, line=tuple(entry for entry in self.line if entry.name not in gone))
 
     def going_back(self, step: int) -> Head:
-        """With every step after `step` out of the line."""
+        """This head after going back to `step`: later steps are superseded."""
         newer = tuple(entry for entry in self.line if entry.step > step)
         return replace(self.without(entry.name for entry in newer), superseded=(*self.superseded, *newer))
 

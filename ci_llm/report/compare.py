@@ -22,7 +22,7 @@ _PLACES: Final = frozenset(with_trait("place"))
 _UNPAIRED: Final = "not both have predictions of what was evaluated"
 
 
-def as_json(runs: Sequence[RunFacts]) -> dict[str, Any]:
+def as_json(runs: Sequence[RunFacts]) -> object:
     """The whole comparison, for programs. Differences are against the first run."""
     return {
         "runs": [
@@ -32,7 +32,7 @@ def as_json(runs: Sequence[RunFacts]) -> dict[str, Any]:
                 "attempts": len(run.attempts),
                 "wall_s": run.wall_s,
                 "scores": [asdict(score) for score in scores(run.evaluation)] if run.evaluation else None,
-                **{key: (run.evaluation or {}).get(key) for key in ("n", "data", "learning_rates")},
+                **{key: getattr(run.evaluation, key, None) for key in ("n", "data", "learning_rates")},
             }
             for run in runs
         ],
@@ -98,7 +98,7 @@ def as_text(runs: Sequence[RunFacts]) -> Iterator[str]:
     for letter, run in named.items():
         if run.evaluation:
             yield f"{letter}: {run.what_evaluated}"
-            if rates := run.evaluation.get("learning_rates"):
+            if rates := run.evaluation.learning_rates:
                 yield f"{letter}: learning rates {', '.join(f'{rate:g}' for rate in rates)}"
             yield from (f"{letter}: {line}" for line in notes(run.evaluation, run.folder))
 

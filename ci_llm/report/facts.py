@@ -11,7 +11,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -21,6 +21,7 @@ from ci_llm.checkpoints.layout import committed
 from ci_llm.checkpoints.manifest import read_file, read_manifest
 from ci_llm.config import Config, parse_config
 from ci_llm.core.durable import read_json, read_object
+from ci_llm.core.evaluation import Evaluation, read_evaluation
 from ci_llm.core.metrics_file import METRICS_NAME, Record, finite_numbers, number, read_records
 from ci_llm.core.run_folder import (
     ATTEMPTS,
@@ -35,9 +36,9 @@ from ci_llm.core.run_folder import (
     read_recovery,
 )
 from ci_llm.core.run_status import Status, kept_status, read_status
-from ci_llm.core.scores import Measures, measures, measures_of
+from ci_llm.core.scores import Measures, measures_of
 from ci_llm.errors import BadInput, CheckpointError, ConfigError
-from ci_llm.report.scores import agents_of, as_line, folders_of, read_evaluation, what_evaluated
+from ci_llm.report.scores import as_line, what_evaluated
 
 Points: TypeAlias = "list[tuple[float, float]]"
 Kind = Literal["training", "evaluation", "start-up", "shutdown", "lost steps", "no process"]
@@ -224,8 +225,6 @@ def _spent(attempt: Attempt, after: Attempt | None, lines: Sequence[Record], ste
 
 PREDICTIONS: Final = "predictions.jsonl"
 _ASKED: Final = "predictions.source.json"
-#: The entries that are equal if scores and predictions are of the same answers.
-_ALIKE: Final = ("step", "questions", "metric", "aggregator", "max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -252,13 +251,12 @@ class Metrics:
         curve = self.curve(key)
         return curve[-1][1] if curve else None
 
-    def with_last(self, evaluation: Mapping[str, Any]) -> Metrics:
+    def with_last(self, evaluation: Evaluation) -> Metrics:
         """The metrics with the final evaluation as one more line, because only evaluation.json has it."""
-        step = evaluation.get("last_step")
-        if evaluation.get("step") != step or not isinstance(step, int):  # of an older step, which has its line
-            return self
-        exact = evaluation.get("teacher_forced", evaluation)["exact_match"]
-        return Metrics((*self.lines, as_line({**evaluation, "exact_match": exact})), self.unreadable)
+        if evaluation.ending is None or evaluation.ending.last_step != evaluation.step:
+            return self  # that of an older step has its line
+        last = as_line(replace(evaluation, exact_match=evaluation.solutions.exact_match))
+        return Metrics((*self.lines, last), self.unreadable)
 
     @cached_property
     def agents(self) -> list[str]:
@@ -277,7 +275,7 @@ class RunFacts:
         folder, status, attempts, metrics: what is known of every run.
         config: the configuration of the newest checkpoint; None before the first.
         size: "processes" and "rows per step" of that checkpoint, which a launcher may decide.
-        evaluation: evaluation.json; None before the end.
+        evaluation: the final evaluation; None before the end.
         predictions: one mapping for each row that was answered.
         asked: checkpoint and rows of the predictions, as the evaluation recorded them; empty if they are not known.
         because: the changes of the supervisor between attempts, in its words.
@@ -309,14 +307,14 @@ class RunFacts:
     def agents_names(self) -> dict[str, str]:
         """The name that people gave each agent, by the name of its folder."""
         if self.evaluation:
-            return dict(zip(folders_of(self.evaluation), agents_of(self.evaluation), strict=True))
+            return dict(zip(self.evaluation.agent_folders, self.evaluation.agent_names, strict=True))
         return {f"agent{k}": name for k, name in enumerate(self.config.agent_names if self.config else ())}
 
     @property
     def words(self) -> Measures:
         """The words for the measures of the run, by its evaluation, or before that by its objective."""
         if self.evaluation is not None:
-            return measures(self.evaluation)
+            return self.evaluation.measures
         return measures_of("sft" if self.config is None else self.config.objective)
 
     @property
@@ -326,24 +324,27 @@ class RunFacts:
 
     @property
     def has_gone_on(self) -> bool:
-        """Whether the run was trained on after its evaluation."""
-        return self.evaluation is not None and self.evaluation.get("last_step", self.status.step) < self.status.step
+        """True if the run was trained on after its evaluation."""
+        ending = None if self.evaluation is None else self.evaluation.ending
+        return ending is not None and ending.last_step < self.status.step
 
     @property
     def what_evaluated(self) -> str:
-        """How, and on which rows, the scores were measured, for people; empty without an evaluation."""
+        """A line for people: how, and on which rows, the scores were measured; empty without an evaluation."""
         if self.evaluation is None:
             return ""
-        since = f", after step {self.evaluation['last_step']}: the run has gone on since" if self.has_gone_on else ""
+        ending = self.evaluation.ending if self.has_gone_on else None
+        since = f", after step {ending.last_step}: the run has gone on since" if ending else ""
         return what_evaluated(self.evaluation) + since
 
     @property
     def evaluated_predictions(self) -> tuple[Mapping[str, Any], ...]:
         """The predictions, if the scores are those of these answers; else nothing."""
-        scored = self.evaluation or {}
-        if scored.get("measured_by") != "generation" or any(scored.get(key) != self.asked.get(key) for key in _ALIKE):
+        scored = self.evaluation
+        if scored is None or scored.asked is None:
             return ()
-        return self.predictions
+        known = asdict(scored.asked) | {"step": scored.step, "aggregator": scored.aggregator}
+        return self.predictions if known.items() <= self.asked.items() else ()
 
 
 def run_folder(path: Path | str) -> Path:

@@ -22,7 +22,7 @@ from ci_llm.core.quantities import count, duration, size
 from ci_llm.core.scores import METRICS, Measures
 from ci_llm.errors import CiLlmError
 from ci_llm.report.facts import KINDS, Metrics, Points, RunFacts, seconds_by_kind
-from ci_llm.report.scores import failed_rows, gains, is_free_text, notes, read_trials, scores
+from ci_llm.report.scores import failed_rows, gains, notes, read_trials, scores
 
 NAME: Final = "report.html"
 MOST_ATTEMPTS: Final = 60
@@ -56,7 +56,7 @@ def render(facts: RunFacts) -> str:
     """The page, as HTML."""
     evaluation, attempts, words = facts.evaluation, facts.attempts, facts.words
     spent = {kind: seconds for kind, seconds in seconds_by_kind(attempts).items() if seconds > 0}
-    is_free = evaluation is not None and is_free_text(evaluation)
+    is_free = evaluation is not None and evaluation.is_free_text
     restarts = [attempt.first_step for attempt in attempts[1:]][-MOST_ATTEMPTS:]
     plots = plots_of(facts.metrics, restarts, facts.agents_names, words)
     solved = [row for row in facts.predictions if row["correct"] is not False]

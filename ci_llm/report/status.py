@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from ci_llm.core.evaluation import read_evaluation
 from ci_llm.core.metrics_file import Record, last_records, number
 from ci_llm.core.quantities import count, countdown, describe_losses, duration, short
 from ci_llm.core.run_folder import PushRecord, last_push, read_began
 from ci_llm.core.run_status import Status, read_status
 from ci_llm.core.scores import measures_of
 from ci_llm.errors import BadInput
-from ci_llm.report.scores import as_line, read_evaluation
+from ci_llm.report.scores import as_line
 
 _TAIL_BYTES: Final = 256 << 10  # of metrics.jsonl, whose last lines are enough here
 _SPEED_LINES: Final = 20  # lines of metrics over which the present speed is a mean
@@ -90,7 +91,7 @@ class Reading:
 
     @property
     def losses(self) -> list[float]:
-        """That of each agent."""
+        """The last loss of each agent."""
         return _of_agents(self.training, "train", "loss")
 
     @property
@@ -176,14 +177,14 @@ def _of_agents(record: Record, group: str, measure: str) -> list[float]:
 
 
 def _result(folder: Path, status: Status) -> Evaluated | None:
-    """The scores of evaluation.json; None if it is missing or damaged."""
+    """The scores of the final evaluation; None if its file is missing or damaged."""
     try:
-        record = read_evaluation(folder)
+        found = read_evaluation(folder)
     except BadInput:
         return None
-    if record is None or not isinstance(record.get("step"), int):
+    if found is None:
         return None
-    return Evaluated.of(as_line(record), status.objective, record.get("judged_by", ""), is_final=True)
+    return Evaluated.of(as_line(found), status.objective, found.judged_by, is_final=True)
 
 
 def _known(value: Any) -> Any:
@@ -262,14 +263,14 @@ def scores(reading: Reading) -> str:
 
 
 def _hub(pushed: PushRecord) -> str:
-    """How the last push to the hub ended."""
+    """A line about the last push to the hub."""
     if pushed.error is not None:
         return f"hub: not published: {pushed.error}; the same call tries it again"
     return f"hub: step {pushed.step} is published in {pushed.url}"
 
 
 def _mirror(state: Mapping[str, Any]) -> str:
-    """How far the mirror is, as status.json has it."""
+    """A line about the mirror, from its part of status.json."""
     behind = f", {duration(state['behind_s'])} behind" if state["behind_s"] >= 1 else ""
     error = f" ({state['error']})" if state["error"] else ""
     return f"mirror: step {state['step']} is the newest in {state['url']}{behind}{error}"

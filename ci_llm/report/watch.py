@@ -66,7 +66,7 @@ class Scene:
         self._ask_squeue({run.slurm_job for run in runs if run.slurm_job})
 
     def has_ended(self) -> bool:
-        """Whether every run has ended and none will be started again."""
+        """True if every run has ended and none will be started again."""
         return bool(self.looks) and all(map(self._is_over, self.looks))
 
     def exit_code(self) -> int:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ci_llm.checkpoints.layout import FINAL
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
-from ci_llm.core.durable import read_object, write_json
+from ci_llm.core.evaluation import Ending, Evaluation, read_evaluation, write_evaluation
+from ci_llm.core.run_folder import EVALUATION
 from ci_llm.core.run_status import readable_status
-from ci_llm.crowd.scoring import AnswerScores, Scores, best_agent, evaluation_record, rows_record
+from ci_llm.crowd.scoring import AnswerScores, Scores, best_agent, fields_of, parts_of_rows
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import CheckpointError, DamagedCheckpoint
+from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint
 from ci_llm.report.scores import rows_evaluated
 from ci_llm.run.attempt import RunAttempt
 from ci_llm.run.boundary import note_evaluation
@@ -26,36 +27,34 @@ from ci_llm.run.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 
-def known_conclusion(folder: Path, step: int) -> dict[str, Any] | None:
-    """`evaluation.json` of a run that is complete at `step`; None if its end is still to be made, or to be made again.
+def known_conclusion(folder: Path, step: int) -> Evaluation | None:
+    """The evaluation of a run that is complete at `step`; None if its end is still to be made, or to be made again.
 
-    It is made again if the run was complete at another step, if that file or the final checkpoint is damaged, or if the
-    last attempt ended before the mirror had all of it.
+    It is made again if the run was complete at another step, if evaluation.json or the final checkpoint is damaged, or
+    if the last attempt ended before the mirror had all of it.
     """
-    record, status = folder / "evaluation.json", readable_status(folder)
-    if status is not None and status.status != "completed":
-        return None
-    if not (record.is_file() and (folder / FINAL).exists()):
+    status = readable_status(folder)
+    if (status is not None and status.status != "completed") or not (folder / FINAL).exists():
         return None
     try:
-        content = read_object(record)
-        if content.get("last_step") != step:
+        known = read_evaluation(folder)
+        if known is None or known.ending is None or known.ending.last_step != step:
             return None
         verify_folder(folder / FINAL)
-    except ValueError as error:
-        logger.warning(f"{record} cannot be read, the run is evaluated again: {error}")
+    except BadInput as error:
+        logger.warning(f"{EVALUATION} of {folder} cannot be read, the run is evaluated again: {error.what}")
     except DamagedCheckpoint as damage:
         logger.warning(f"{damage.what}; the run is evaluated again, and it is made again from step {step}")
     else:
-        return content
+        return known
     return None
 
 
-def conclude(trainer: Trainer, attempt: RunAttempt) -> tuple[str | None, dict[str, Any]]:
+def conclude(trainer: Trainer, attempt: RunAttempt) -> tuple[str | None, Evaluation | None]:
     """Evaluate agents and crowd, write the results and the final checkpoint.
 
     Returns:
-        the reason if the run was interrupted meanwhile; else None, and `evaluation.json`.
+        the reason if the run was interrupted meanwhile; else None, and the evaluation.
     """
     evaluator, state, rows = trainer.evaluator, trainer.state, trainer.evaluator.rows
     logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(rows), rows.trained_on)}")
@@ -78,30 +77,30 @@ def conclude(trainer: Trainer, attempt: RunAttempt) -> tuple[str | None, dict[st
     has_answers = answers is not None
     base = None if scores is None else evaluator.base(step, trainer.micro_batch_size, answers=has_answers)
     stop = evaluator.vote.reason()
-    if stop is not None or scores is None or base is None:
-        return stop, {}
+    if stop is not None or scores is None:
+        return stop, None
     attempt.log.report_save(attempt.manager.last_result)
     attempt.log.end_progress()
     if example is not None:
         logger.info(evaluation.describe_example(example, evaluator.judged_by))
-    record = _record(trainer, attempt, step, scores, answers) | ({"base": base} if base else {})
-    _write_results(trainer, attempt, step, record)
-    attempt.log.track(state.step, latest | evaluation.result_metrics(record, state.names))
-    return None, record
+    found = replace(_evaluation(trainer, attempt, step, scores, answers), base=base)
+    _write_results(trainer, attempt, step, found)
+    attempt.log.track(state.step, latest | evaluation.result_metrics(found, state.names))
+    return None, found
 
 
-def _write_results(trainer: Trainer, attempt: RunAttempt, step: int, record: dict[str, Any]) -> None:
+def _write_results(trainer: Trainer, attempt: RunAttempt, step: int, found: Evaluation) -> None:
     """The table for people, the final checkpoint with its model card, evaluation.json. A collective."""
-    logger.info(score_table(record, trainer.config.run_folder))
+    logger.info(score_table(found, trainer.config.run_folder))
     config = trainer.config
-    card = final_card(record, trainer.crowd, config.all_dataset_names, step)
+    card = final_card(found, trainer.crowd, config.all_dataset_names, step)
     with trainer.heartbeat.resting():
         _require_written(attempt.manager, trainer.processes)
         added = {"README.md": card.encode(), **trainer.checkpoint.agents_tokenizers()}
         attempt.manager.finish(added, step=None if step == trainer.state.step else step)
         _require_written(attempt.manager, trainer.processes)
     if trainer.processes.is_main_process and attempt.manager.holds_lease():
-        write_json(config.run_folder / "evaluation.json", record, staging=attempt.manager.staging)
+        write_evaluation(config.run_folder, found, attempt.manager.staging)
 
 
 def _require_written(manager: CheckpointManager, processes: Processes) -> None:
@@ -121,28 +120,32 @@ def _require_written(manager: CheckpointManager, processes: Processes) -> None:
         ) from cause
 
 
-def _record(
+def _evaluation(
     trainer: Trainer, attempt: RunAttempt, step: int, scores: Scores, answers: AnswerScores | None
-) -> dict[str, Any]:
-    """The contents of evaluation.json: the scores of the step that is the result of the run, and the best step."""
-    config, rows, judged_by = trainer.present_config, trainer.evaluator.rows, trainer.evaluator.judged_by
-    has_best = len(config.agents) > 1 and rows.are_common
-    asked: dict[str, Any] = {"task": config.task, "aggregator": config.aggregator, "trained_on": rows.trained_on}
-    return {
-        **evaluation_record(scores, answers, **asked, heads=bool(trainer.crowd.settings.outputs)),
-        "data": [part.rows.where for part in rows.sets],
-        "judged_by": judged_by,
-        "learning_rates": [own.learning_rate for own in config.each_agent],
-        **evaluation.sets_record(scores, rows),
-        **({"names": config.agent_names} if config.agents else {}),
-        **({"best_agent": best_agent(scores, answers, judged_by)} if has_best else {}),
-        **({"folders": trainer.crowd.names} if trainer.state.history.made else {}),
-        **({"of_rows": rows_record(scores, answers)} if config.trial_steps else {}),  # a sweep compares them
-        **({"dropped": dropped} if (dropped := [*trainer.nonfinite.dropped(trainer.state)]) else {}),
-        "step": step,
-        "last_step": trainer.state.step,
-        "agent_steps": trainer.state.agent_steps,
-        "stopped_early": trainer.state.step < trainer.total_steps,
-        "best": trainer.state.best_record(),
-        "warning": attempt.status.current.warning,
-    }
+) -> Evaluation:
+    """The evaluation of the step that is the result of the run, without the base."""
+    config, rows, state = trainer.present_config, trainer.evaluator.rows, trainer.state
+    judged_by, has_best = trainer.evaluator.judged_by, len(config.agents) > 1 and rows.are_common
+    return Evaluation(
+        **fields_of(scores, answers, heads=bool(trainer.crowd.settings.outputs)),
+        task=config.task,
+        data=tuple(part.rows.where for part in rows.sets),
+        rows_trained_on=rows.trained_on,
+        aggregator=config.aggregator,
+        judged_by=judged_by,
+        step=step,
+        names=tuple(config.agent_names) if config.agents else (),
+        folders=tuple(trainer.crowd.names) if state.history.made else (),
+        learning_rates=tuple(own.learning_rate for own in config.each_agent),
+        best_agent=best_agent(scores, answers, judged_by) if has_best else None,
+        sets=tuple(evaluation.scores_of_sets(scores, rows)),
+        of_rows=parts_of_rows(scores, answers) if config.trial_steps else None,  # a sweep compares them
+        dropped=tuple(trainer.nonfinite.dropped(state)),
+        ending=Ending(
+            last_step=state.step,
+            agent_steps=state.agent_steps,
+            stopped_early=state.step < trainer.total_steps,
+            best=state.best_steps,
+            warning=attempt.status.current.warning,
+        ),
+    )

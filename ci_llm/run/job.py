@@ -16,6 +16,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import find_deadline, watch_walltime
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
+from ci_llm.core.evaluation import Evaluation
 from ci_llm.core.run_status import readable_status
 from ci_llm.distributed.processes import Patience, Processes, ends_if_stopped
 from ci_llm.errors import ProgressLost, StoppedBeforeMeeting
@@ -182,7 +183,7 @@ def _to_the_end(
     with Stacks() as stacks:
         batches = steps(trainer)  # forks its workers now, before the run has threads
         _begin(trainer, attempt, start, trackers)
-        record: dict[str, Any] = {}
+        found: Evaluation | None = None
         with attempt.recorded(lambda: trainer.state.step):
             _open(trainer, attempt)
             manager.connect()
@@ -190,7 +191,7 @@ def _to_the_end(
                 call_event(trainer, attempt, "on_train_begin")
                 stop = trainer.evaluator.vote.reason() or train(trainer, attempt, batches)
                 if stop is None:
-                    stop, record = conclude(trainer, attempt)
+                    stop, found = conclude(trainer, attempt)
                 call_event(trainer, attempt, "on_train_end")
             manager.wait_until_finished()
             attempt.log.report_save(manager.last_result)
@@ -201,18 +202,19 @@ def _to_the_end(
     else:
         attempt.completed()
         but = f", but {warning}" if (warning := attempt.status.current.warning) else ""
-        result = _completed(trainer, record, f"completed at step {trainer.state.step}{but}", alone=alone)
+        assert found is not None
+        result = _completed(trainer, found, f"completed at step {trainer.state.step}{but}", alone=alone)
     write_page(config, processes, interrupts, manager)
     return result
 
 
-def _completed(trainer: Trainer, record: dict[str, Any], told: str, *, alone: bool) -> Result:
-    """Publish, tell people, and return the result of a run whose `evaluation.json` is written."""
+def _completed(trainer: Trainer, found: Evaluation, told: str, *, alone: bool) -> Result:
+    """Publish, tell people, and return the result of a run whose evaluation is written."""
     push_result(trainer.config, trainer.processes)  # which may last, and a later call pushes as well
     logger.info(told)
     if alone:
-        log_next_steps(trainer.present_config, trainer.processes.launch, record, keys_to_go_on(trainer))
-    return Result("completed", trainer.state.step, trainer.config.run_folder, record)
+        log_next_steps(trainer.present_config, trainer.processes.launch, found, keys_to_go_on(trainer))
+    return Result("completed", trainer.state.step, trainer.config.run_folder, found)
 
 
 def _resume(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final
@@ -109,7 +109,7 @@ class Answer:
         found = self._head("chat.completion.chunk") | {"choices": [self._choice(choice, said, lines)]}
         return _event(found | ({"usage": None} if self._call.body.include_usage else {}))
 
-    def _choice(self, choice: Choice, said: dict[str, Any], lines: Sequence[TokenLine]) -> dict[str, Any]:
+    def _choice(self, choice: Choice, said: Mapping[str, object], lines: Sequence[TokenLine]) -> dict[str, Any]:
         """The fields of a choice; once it has ended, also the reason and the field `ci_llm`."""
         found = {"index": choice.index, **said, "logprobs": self._logprobs(lines), "finish_reason": None}
         ended = choice.ended
@@ -152,5 +152,5 @@ class Answer:
         return str(self._tokenizer.decode([token]))
 
 
-def _event(chunk: dict[str, Any]) -> str:
+def _event(chunk: Mapping[str, object]) -> str:
     return f"data: {json.dumps(chunk, separators=(',', ':'), ensure_ascii=False)}\n\n"

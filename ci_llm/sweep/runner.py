@@ -22,13 +22,14 @@ from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
 from ci_llm.config.sweep import Choices, Range, Space, SweepReading
 from ci_llm.core.durable import new_folder, remove_tree, write_new
+from ci_llm.core.evaluation import read_evaluation
 from ci_llm.core.quantities import count, duration, size
 from ci_llm.core.run_folder import BEST
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.card import CardFacts, adapter_card, public_name
 from ci_llm.data.agent_rows import Lengths, sampled
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import CheckpointError, ConfigError, NonFinite
+from ci_llm.errors import BadInput, CheckpointError, ConfigError, NonFinite
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.end.attempt import Attempt, end_at_once
 from ci_llm.run.end.result import write_page
@@ -66,7 +67,7 @@ def trials_per_pass(
 
 
 def time_needed(config: Config, plan: HalvingPlan, loaded: Loaded, processes: Processes) -> str:
-    """How long a sweep will train, for people."""
+    """A line for people: how long a sweep will train."""
     rows = loaded.rows[0]  # common to all trials
     lengths, shape, batch = Lengths.of(sampled([rows])), load_architecture(config.model_name), config.batch_size
     try:
@@ -80,7 +81,7 @@ def time_needed(config: Config, plan: HalvingPlan, loaded: Loaded, processes: Pr
 
 
 def _that_fit(config: Config, spaces: Mapping[str, Space], loaded: Loaded, processes: Processes) -> int | None:
-    """How many of the largest trials fit beside the base in memory, by the estimate of the dry run; None: unknown."""
+    """The number of the largest trials that fit beside the base in memory, as the dry run estimates; None: unknown."""
     lengths = Lengths.of(sampled(loaded.rows))
     shape, largest = load_architecture(config.model_name), dict(_largest(spaces))
     alone = config.model_copy(update={"agents": (largest,), "num_agents": 1})
@@ -308,16 +309,16 @@ class SweepRunner:
         try:
             rows = [_of_rows(sweep, trial) for trial in pair]
             line = describe_boundary(rung, *pair, rows, sweep.standings.plan.metric)
-        except (OSError, ValueError, KeyError) as error:  # a damaged record
+        except (BadInput, ValueError, KeyError) as error:  # a damaged record
             line = f"rung {rung + 1}: whether its rows tell trials apart is not known ({error!r})"
         self._say(f"sweep     {line}")
 
 
-def _of_rows(sweep: Sweep, trial: Trial) -> Any:
+def _of_rows(sweep: Sweep, trial: Trial) -> Sequence[float]:
     """The score of every row for a trial, in the segment that trained it last."""
-    text = (sweep.segment_folder(trial.segment or 0) / "evaluation.json").read_text(encoding="utf-8")
-    metric = sweep.standings.plan.metric
-    return json.loads(text)["of_rows"]["nll" if metric == "mse" else metric][trial.place]
+    found, metric = read_evaluation(sweep.segment_folder(trial.segment or 0)), sweep.standings.plan.metric
+    rows = (found and found.of_rows) or {}
+    return rows["nll" if metric == "mse" else metric][trial.place]
 
 
 class _Follow:

@@ -25,8 +25,8 @@ from ci_llm.config import Config, parse_config
 from ci_llm.config.own_keys import AUTO, NAME, SHAPE_KEYS, from_plain
 from ci_llm.config.sweep import Choices, Space, SweepKeys, SweepReading, read_sweep_call
 from ci_llm.core.durable import make_folders, write_bytes
+from ci_llm.core.evaluation import Evaluation
 from ci_llm.core.run_folder import BEGINNING, SEGMENTS, SWEEP, Recovery, read_known, read_recovery, write_recovery
-from ci_llm.core.scores import figures
 from ci_llm.errors import AllTrialsFailed, BadInput, CheckpointError
 from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial, new_settings
 
@@ -182,10 +182,13 @@ class Pack:
     metric: str
 
     def scores(self, evaluation: Mapping[str, Any]) -> list[float]:
-        """The score of every trial, from an `evaluation.json`; NaN for a trial that was dropped from the run."""
-        dropped = evaluation.get("dropped", ())
-        scores = figures(evaluation, self.metric)["agents"]
-        return [math.nan if k in dropped or score is None else score for k, score in enumerate(scores)]
+        """The score of every trial, from the `metrics` of a `Result`; NaN for a trial that was dropped from the run.
+
+        Raises:
+            KeyError: these are no metrics of an evaluation, or they lack the metric of the sweep.
+        """
+        found = Evaluation.from_dict(evaluation)
+        return [math.nan if k in found.dropped else score for k, score in enumerate(found.figures[self.metric].agents)]
 
 
 class Sweep:
@@ -261,12 +264,12 @@ class Sweep:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to train."""
+        """True if nothing is left to train."""
         return self._record.is_complete
 
     @property
     def has_winner(self) -> bool:
-        """Whether any trial has a score that is a number."""
+        """True if any trial has a score that is a number."""
         return self.best is not None and not self.best.failed
 
     def require_winner(self) -> None:

@@ -46,7 +46,7 @@ class Trial:
 
     @property
     def failed(self) -> bool:
-        """Whether its last score is not a number."""
+        """True if its last score is not a number."""
         return bool(self.scores) and math.isnan(self.scores[-1])
 
     @property
@@ -104,7 +104,7 @@ class HalvingPlan:
         return cls(tuple(dict.fromkeys(ends)), trials, min(per_pass, trials), keep, metric)
 
     def places(self, rung: int) -> int:
-        """How many trials shall be scored at the end of a rung."""
+        """The number of trials that are scored at the end of a rung."""
         count = self.trials
         for _ in range(rung):
             count = max(1, math.ceil(round(count * self.keep, 6)))

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ci_llm.checkpoints.checkpoint import Checkpoint, compare, load_checkpoint
-from ci_llm.checkpoints.contributions import KEY
+from ci_llm.checkpoints.gradients import KEY
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.errors import ForeignCheckpoint
 from tools.testbed.forkserver import ForkServer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -54,8 +53,11 @@ def live(folder: Path, step: int, *, lived_s: float, stopped: bool = False, fini
     """Run an attempt that saves one step after `lived_s` seconds; returns what it wrote about failures so far."""
     now = [0.0]
     interrupts = Interrupts()
-    options: dict[str, Any] = {"interrupts": interrupts, "clock": lambda: now[0], "save_interval_steps": None}
-    with CheckpointManager(folder, save_interval_seconds="auto", **options) as manager:
+
+    class Timed(CheckpointManager):
+        clock = staticmethod(lambda: now[0])
+
+    with Timed(folder, save_interval_steps=None, save_interval_seconds="auto", interrupts=interrupts) as manager:
         now[0] += lived_s
         if stopped:
             interrupts.request_stop("signal:SIGTERM")
@@ -77,11 +79,12 @@ def test_attempts_hand_on_how_long_they_lived_and_which_of_them_failed(tmp_path:
     assert FailureHistory(360.0, 4).mtbf_s == (PRIOR_S + 360.0) / 5
 
 
-def test_a_manager_saves_at_the_first_interval_and_then_as_often_as_is_best(tmp_path: Path) -> None:
+def test_a_manager_saves_at_the_first_interval_and_then_as_often_as_is_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now, saved = [0.0], []
-    with CheckpointManager(
-        tmp_path, save_interval_steps=None, save_interval_seconds="auto", clock=lambda: now[0]
-    ) as manager:
+    monkeypatch.setattr(CheckpointManager, "clock", lambda _: now[0])
+    with CheckpointManager(tmp_path, save_interval_steps=None, save_interval_seconds="auto") as manager:
         for step in range(20):
             now[0] += 10.0
             if manager.save(step, {"step": step}):

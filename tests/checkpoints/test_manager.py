@@ -26,6 +26,7 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.layout import numbered_steps, open_step
 from ci_llm.checkpoints.lease import Owner
 from ci_llm.checkpoints.manager import CheckpointManager, load_into
+from ci_llm.checkpoints.policy import RetentionPolicy
 from ci_llm.checkpoints.state_files import DTYPES, hand_off, read_snapshot, take_snapshot, write_safetensors
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, CheckpointStore
 from ci_llm.core.typed_json import load_json
@@ -44,10 +45,8 @@ def managers(tmp_path: Path) -> Iterator[Any]:
     def make(disk: Any = None, **options: Any) -> CheckpointManager:
         options.setdefault("async_save", False)
         manager = CheckpointManager(tmp_path / "run", **options)
-        store = {
-            "save_total_limit": options.get("max_to_keep"),
-        }
-        manager._store = CheckpointStore(tmp_path / "run", disk=disk or CachedDisk(), **store)
+        limit = manager._retention.newest
+        manager._store = CheckpointStore(tmp_path / "run", disk=disk or CachedDisk(), save_total_limit=limit)
         made.append(manager)
         return manager
 
@@ -59,9 +58,10 @@ def managers(tmp_path: Path) -> Iterator[Any]:
 # When
 
 
-def test_saves_are_due_by_steps_by_time_and_on_request(managers: Any) -> None:
+def test_saves_are_due_by_steps_by_time_and_on_request(managers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    manager = managers(save_interval_steps=4, save_interval_seconds=60.0, clock=lambda: now[0])
+    monkeypatch.setattr(CheckpointManager, "clock", lambda _: now[0])
+    manager = managers(save_interval_steps=4, save_interval_seconds=60.0)
     saved = []
     for step in range(12):
         now[0] += 20.0  # the clock asks for one after each third step
@@ -386,7 +386,8 @@ def test_going_back_deleting_and_finishing(managers: Any) -> None:
 
 @pytest.mark.parametrize("max_to_keep", [None, 3])
 def test_the_best_step_is_found_again_after_going_back(managers: Any, max_to_keep: int | None) -> None:
-    manager = managers(best_fn=lambda metrics: metrics["score"], max_to_keep=max_to_keep)
+    best = RetentionPolicy(max_to_keep, best_fn=lambda metrics: metrics["score"])
+    manager = managers(max_to_keep=best)
     manager.save(1, {"a": 1}, metrics={"score": 5})
     manager.save(2, {"a": 2}, metrics={"score": 9})
     assert manager.best_step() == 2
@@ -457,7 +458,8 @@ def test_a_step_dropped_by_an_asynchronous_save_may_be_saved_again(
 
 def test_a_step_dropped_by_an_asynchronous_save_prunes_no_other(managers: Any) -> None:
     disk = FailingDisk(10**9, 28)
-    manager = managers(disk=disk, async_save=True, max_to_keep=1, best_fn=lambda metrics: metrics["score"])
+    best = RetentionPolicy(1, best_fn=lambda metrics: metrics["score"])
+    manager = managers(disk=disk, async_save=True, max_to_keep=best)
     manager.save(1, {"a": 1}, metrics={"score": 5})
     manager.wait_until_finished()
     disk.lives = disk.changes + 2
@@ -666,24 +668,3 @@ heavy = {"transformers", "peft", "accelerate", "datasets"} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE_S)
-
-
-# Reading what others write
-
-
-def test_a_reader_changes_nothing(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path) as manager:
-        for step in range(2):
-            manager.save(step, {"step": step})
-    (tmp_path / "checkpoint_step_1" / "step.json").write_text("7")
-    before = sorted(tmp_path.rglob("*"))
-    reader = CheckpointManager(tmp_path, read_only=True)
-    assert not reader.save(5, {"step": 5}, force=True)
-    assert not reader.should_save(5)
-    assert not reader.reached_preemption(5)
-    assert (reader.latest_step(), reader.all_steps()) == (0, [0, 1])
-    for change in (lambda: reader.delete(0), lambda: reader.supersede(0), lambda: reader.finish()):
-        with pytest.raises(CheckpointError, match="read_only"):
-            change()
-    reader.close()
-    assert sorted(tmp_path.rglob("*")) == before

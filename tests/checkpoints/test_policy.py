@@ -16,8 +16,6 @@ from ci_llm.checkpoints.policy import SavePolicy
         (SavePolicy(every_steps=4), 4, 8, 0.0, False),
         (SavePolicy(None, 60.0), 9, None, 59.9, False),
         (SavePolicy(None, 60.0), 9, None, 60.0, True),
-        (SavePolicy(None, on_steps=(9,)), 9, 4, 0.0, True),
-        (SavePolicy(None, on_steps=(9,)), 10, 4, 0.0, False),
         (SavePolicy(None), 3, None, 1e9, False),
         (SavePolicy(100, 300.0), 100, 0, 1.0, True),
     ],

@@ -18,7 +18,7 @@ def loss(metrics: dict[str, float]) -> float:
 
 def keeping(folder: Path, measured: dict[int, float | None], **options: Any) -> RetentionPolicy:
     """The retention of a folder with these steps and their losses."""
-    keep = RetentionPolicy(**{"most": 2, "period": None, "best_fn": None, "best_mode": "min", **options})
+    keep = RetentionPolicy(**{"most": 2, **options})
     for step, value in measured.items():
         (folder / f"checkpoint_step_{step}").mkdir()
         keep._known[step] = None if value is None else {"loss": value}
@@ -47,10 +47,8 @@ def saved(manager: CheckpointManager, steps: range) -> list[int]:
     return [step for step in steps if manager.save(step, {"step": step})]
 
 
-def test_steps_that_are_named_are_saved_and_periods_are_kept(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path / "a", save_interval_steps=100, save_on_steps=[3, 5]) as manager:
-        assert saved(manager, range(8)) == [0, 3, 5]
-    with CheckpointManager(tmp_path / "b", max_to_keep=2, keep_period=3) as manager:
+def test_periods_are_kept(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, max_to_keep=RetentionPolicy(2, period=3)) as manager:
         saved(manager, range(8))
         assert manager.all_steps() == [0, 3, 6, 7]
 
@@ -60,8 +58,8 @@ def test_the_best_are_kept_and_the_newest(behind: bool, tmp_path: Path) -> None:
     losses = {0: 1.0, 1: 3.0, 2: 2.0, 3: 9.0, 4: math.nan}
 
     def open_manager() -> CheckpointManager:
-        how: dict[str, Any] = {"best_fn": lambda metrics: metrics["loss"], "best_mode": "min", "async_save": behind}
-        return CheckpointManager(tmp_path, max_to_keep=2, **how)
+        best = CheckpointManager.Retention(2, best_fn=lambda metrics: metrics["loss"], best_mode="min")
+        return CheckpointManager(tmp_path, max_to_keep=best, async_save=behind)
 
     with open_manager() as manager:
         for step, loss in losses.items():

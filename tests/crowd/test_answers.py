@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from ci_llm.crowd.answers import AnswerStyle, final_answer, majority
+from ci_llm.core.evaluation import Difference
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding
-from ci_llm.crowd.scoring import AnswerScores, Questions, paired_gain, score_answers
+from ci_llm.crowd.metrics import AnswerStyle, final_answer
+from ci_llm.crowd.scoring import AnswerScores, Questions, answer_questions, paired_gain, voted
 from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Chat, Completion, Message
@@ -21,6 +22,17 @@ from ci_llm.embedded import stories
 from tests.support.crowds import K, disturbed_crowd
 
 HOW: Any = {"max_new_tokens": 40, "aggregator": "probability"}
+
+
+def score_answers(
+    crowd: Crowd,
+    prompter: Prompter,
+    questions: Questions,
+    batches: Sequence[Sequence[int]],
+    stop: Callable[[], bool] = lambda: False,
+) -> AnswerScores | None:
+    answers = answer_questions(crowd, prompter, questions, batches, **HOW, stop=stop)
+    return AnswerScores.of(answers, prompter, questions, crowd.num_agents + 2, stop)
 
 
 @pytest.mark.parametrize(
@@ -81,19 +93,16 @@ def test_final_answer(text: str, style: AnswerStyle, answer: str) -> None:
     ],
 )
 def test_majority(answers: list[str], crowd: str, winner: str) -> None:
-    assert majority(answers, crowd) == winner
+    assert voted(answers, crowd) == winner
 
 
-def test_record_pairs_the_gains_over_rows() -> None:
+def test_the_gains_are_paired_over_rows() -> None:
     right = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 0]]).bool()
-    record = AnswerScores(right).record()
-    assert record["n"] == 4
-    exact = record["exact_match"]
-    assert (exact["agents"], exact["crowd"], exact["vote"]) == ([0.25, 0.5], 0.75, 0.5)
-    assert exact["crowd_minus_mean"]["value"] == pytest.approx(0.375)
-    assert exact["crowd_minus_mean"]["interval95"] is None, "of four rows"
-    assert exact["crowd_minus_best"]["value"] == pytest.approx(0.25)
-    assert exact["crowd_minus_vote"]["value"] == pytest.approx(0.25)
+    exact = AnswerScores(right).shares
+    assert (exact.agents, exact.crowd, exact.vote) == ((0.25, 0.5), 0.75, 0.5)
+    assert exact.crowd_minus_mean == Difference(pytest.approx(0.375), None), "of four rows"
+    assert exact.crowd_minus_best == Difference(pytest.approx(0.25), None)
+    assert exact.crowd_minus_vote == Difference(pytest.approx(0.25), None)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +117,8 @@ def test_record_pairs_the_gains_over_rows() -> None:
 )
 def test_an_interval_is_given_only_where_the_rows_define_one(difference: list[float], interval: float | None) -> None:
     gain = paired_gain(torch.tensor(difference), torch.zeros(len(difference)))
-    assert gain["value"] == pytest.approx(sum(difference) / len(difference))
-    assert gain["interval95"] == (None if interval is None else pytest.approx(interval, rel=1e-4))
+    assert gain.value == pytest.approx(sum(difference) / len(difference))
+    assert gain.interval95 == (None if interval is None else pytest.approx(interval, rel=1e-4))
 
 
 @pytest.fixture(scope="module")
@@ -140,17 +149,17 @@ def test_every_generated_answer_is_scored(crowd: Crowd, prompter: Prompter) -> N
     assert test.prompts[3] == rows[3].input_ids[: int(np.flatnonzero(rows[3].supervised)[0])].tolist()
     decoding = Decoding(max_new_tokens=40, ends=prompter.ends)
     batches = [[0, 1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11]]
-    scores = score_answers(crowd, prompter, test, batches, **HOW)
+    scores = score_answers(crowd, prompter, test, batches)
     assert scores is not None
     assert scores.right.shape == (K + 2, 12)
     for number, prompt in enumerate(test.prompts):
         generated = crowd.generate_ids([prompt], decoding, include_agents=True)
         texts = [prompter.text(ids) for ids in (*(line[0] for line in generated.agents), generated.crowd[0])]
         *agents, together = (final_answer(text, "marked") for text in texts)
-        lines = [*agents, together, majority(agents, together)]
+        lines = [*agents, together, voted(agents, together)]
         assert scores.right[:, number].tolist() == [line == test.answers[number] for line in lines]
     assert 0 < scores.right[:K].double().mean() < 1, "all right or all wrong shows nothing"
-    halves = [score_answers(crowd, prompter, test, [half], **HOW) for half in (range(6), range(6, 12))]
+    halves = [score_answers(crowd, prompter, test, [half]) for half in (range(6), range(6, 12))]
     joined = AnswerScores.joined(half for half in halves if half is not None)
     assert torch.equal(joined.right, scores.right)
 
@@ -159,12 +168,12 @@ def test_every_generated_answer_is_scored(crowd: Crowd, prompter: Prompter) -> N
 def test_scoring_can_be_interrupted(crowd: Crowd, prompter: Prompter) -> None:
     test = Questions.of(list(examples(prompter, 2)), prompter, crowd, 2, max_seq_length=256)
     requests = iter([False, False, True, True])
-    assert score_answers(crowd, prompter, test, [[0, 1]], **HOW, stop=lambda: next(requests)) is None
+    assert score_answers(crowd, prompter, test, [[0, 1]], stop=lambda: next(requests)) is None
 
 
 def test_a_process_without_questions_takes_part(crowd: Crowd, prompter: Prompter) -> None:
     test = Questions.of(list(examples(prompter, 2)), prompter, crowd, 2, max_seq_length=256)
-    scores = score_answers(crowd, prompter, test, [], **HOW)
+    scores = score_answers(crowd, prompter, test, [])
     assert scores is not None
     assert scores.right.shape == (K + 2, 0)
 

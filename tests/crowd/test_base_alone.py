@@ -68,12 +68,12 @@ def test_the_gain_in_nll_is_the_difference_of_the_nlls() -> None:
     nll = torch.rand(4, 40, dtype=torch.float64, generator=generator) * tokens
     scores = Scores(torch.zeros(4, 40, dtype=torch.bool), nll, tokens)
     *agents, crowd = scores.mean_nll
-    assert scores.nll_gain("best")["value"] == pytest.approx(crowd - min(agents))
-    assert scores.nll_gain("mean")["value"] == pytest.approx(crowd - sum(agents) / 3)
+    assert scores.nll_gain("best").value == pytest.approx(crowd - min(agents))
+    assert scores.nll_gain("mean").value == pytest.approx(crowd - sum(agents) / 3)
     # A crowd that is better by the same amount in every token is surely so, however long the rows are.
     scores = Scores(scores.right, torch.stack([nll[0], nll[0], nll[0], nll[0] - 0.1 * tokens.double()]), tokens)
     gain = scores.nll_gain("best")
-    assert gain["value"] == pytest.approx(-0.1)
-    assert gain["interval95"] == pytest.approx(0.0, abs=1e-12)
+    assert gain.value == pytest.approx(-0.1)
+    assert gain.interval95 == pytest.approx(0.0, abs=1e-12)
     nll[0, 3] = float("nan")
-    assert Scores(scores.right, nll, tokens).nll_gain("mean")["interval95"] is None
+    assert Scores(scores.right, nll, tokens).nll_gain("mean").interval95 is None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ci_llm.core.evaluation import Difference
 from ci_llm.crowd.judging import Classes, Numbers, Ranking, calibration_error, macro_f1
 
 
@@ -32,11 +33,10 @@ def test_the_crowd_is_the_mean_of_probabilities() -> None:
     assert found.figures["auroc"] == pytest.approx([0.5, 1, 1])
     assert found.figures["calibration_error"][1] == pytest.approx((0.2 + 2 * 0.1) / 3)
     assert found.metrics(["near", "far"])["eval/crowd/accuracy"] == pytest.approx(2 / 3)
-    assert found.record()["f1"] == {
-        "agents": pytest.approx([2 / 3, 1]),
-        "crowd": pytest.approx(2 / 3),
-        "crowd_minus_mean": {"value": pytest.approx(-1 / 6), "interval95": None},
-    }
+    f1 = found.judgement().f1
+    assert f1 is not None
+    assert (f1.agents, f1.crowd) == (pytest.approx((2 / 3, 1)), pytest.approx(2 / 3))
+    assert f1.crowd_minus_mean == Difference(pytest.approx(-1 / 6), None)
     assert str(found) == "accuracy of 2 classes: crowd 0.667; agents 0.667, 1.000"
 
 
@@ -46,25 +46,35 @@ def test_intervals_of_figures_are_those_of_drawn_units() -> None:
     labels = torch.randn(200, generator=draw, dtype=torch.float64)
     errors = torch.randn(2, 200, generator=draw, dtype=torch.float64)
     found = Numbers(labels + errors, labels)
-    record = found.record()
-    assert record == found.record()
+    judged = found.judgement()
+    assert judged == found.judgement()
+    assert judged.mse
+    assert judged.mse.intervals95
     for who, wanted in ((0, errors[0] ** 2), (1, errors[1] ** 2)):
-        low, high = record["mse"]["intervals95"]["agents"][who]
+        low, high = judged.mse.intervals95.agents[who]
         half = 1.96 * float(wanted.std()) / 200**0.5
         assert low == pytest.approx(float(wanted.mean()) - half, abs=0.2 * half)
         assert high == pytest.approx(float(wanted.mean()) + half, abs=0.2 * half)
     apart = (errors.mean(0) ** 2) - (errors**2).mean(0)
-    gain = record["mse"]["crowd_minus_mean"]
-    assert gain["value"] == pytest.approx(float(apart.mean()))
-    assert gain["interval95"] == pytest.approx(1.96 * float(apart.std()) / 200**0.5, rel=0.25)
-    low, high = record["r2"]["intervals95"]["crowd"]
-    assert low < record["r2"]["crowd"] < high
-    few = Numbers(found.found[:, :29], labels[:29]).record()["mse"]
-    assert "intervals95" not in few
-    assert few["crowd_minus_mean"]["interval95"] is None
-    one = Ranking(errors[:, :40, None], torch.arange(40) == 0).record()  # few draws have two kinds of ratings
-    assert {"intervals95"} <= {*one["auroc"]}
-    assert "intervals95" not in Ranking(errors[:, :40, None], torch.zeros(40).bool()).record()["auroc"]
+    gain = judged.mse.crowd_minus_mean
+    assert gain
+    assert gain.value == pytest.approx(float(apart.mean()))
+    assert gain.interval95 == pytest.approx(1.96 * float(apart.std()) / 200**0.5, rel=0.25)
+    assert judged.r2
+    assert judged.r2.intervals95
+    low, high = judged.r2.intervals95.crowd
+    assert low < (judged.r2.crowd or math.nan) < high
+    few = Numbers(found.found[:, :29], labels[:29]).judgement().mse
+    assert few
+    assert few.intervals95 is None
+    assert few.crowd_minus_mean
+    assert few.crowd_minus_mean.interval95 is None
+    one = Ranking(errors[:, :40, None], torch.arange(40) == 0).judgement().auroc  # few draws have two kinds of ratings
+    assert one
+    assert one.intervals95
+    none = Ranking(errors[:, :40, None], torch.zeros(40).bool()).judgement().auroc
+    assert none
+    assert none.intervals95 is None
 
 
 def test_a_temperature_changes_how_sure_the_crowd_is_and_nothing_else() -> None:
@@ -74,7 +84,7 @@ def test_a_temperature_changes_how_sure_the_crowd_is_and_nothing_else() -> None:
     assert torch.equal(sharper.everyone[:2], plain.everyone[:2])
     assert torch.equal(sharper.outcome[0], plain.outcome[0])
     assert sharper.outcome[1][2].tolist() != pytest.approx(plain.outcome[1][2].tolist())
-    assert sharper.record()["temperature"] == 0.5
+    assert sharper.judgement().temperature == 0.5
     assert Classes.joined([sharper, sharper]).temperature == 0.5
 
 

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ci_llm.core.evaluation import Abstention
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration, Logistic
 from ci_llm.crowd.judging import auroc, calibration_error
 from ci_llm.evaluation.evaluate import failed_rows
-from ci_llm.evaluation.predictions import at_coverage, honest_error, sureness_lines, sureness_record
+from ci_llm.evaluation.predictions import at_coverage, honest_error, sureness_lines, sureness_of_answers
 
 #: Right with the probability that the first signal is.
 IDENTITY = Logistic((0.0, 0.0, 0.0, 0.0, 0.0), 0.0)
@@ -58,18 +59,19 @@ def test_the_surest_answers_are_kept() -> None:
 
 def test_the_record_of_answers() -> None:
     rows = [row(0.9, True, [True, False]), row(0.2, False, [False, False])]
-    plain = sureness_record(rows, None, "probability", abstain_below=0.5)
-    assert (plain["by"], plain["auroc"], plain["exact_match_at_coverage"]) == ("confidence", 1, 0.5)
-    assert (plain["rows"], plain["right"]) == (2, 1)
-    assert plain["abstention"] == {"below": 0.5, "answered": 0.5, "exact_match": 1}
-    assert sureness_record(rows, None, "probability", abstain_below=0.95)["abstention"]["exact_match"] is None
+    plain = sureness_of_answers(rows, None, "probability", abstain_below=0.5)
+    assert (plain.by, plain.auroc, plain.exact_match_at_coverage) == ("confidence", 1, 0.5)
+    assert (plain.rows, plain.right) == (2, 1)
+    assert plain.abstention == Abstention(0.5, 0.5, 1.0)
+    none = sureness_of_answers(rows, None, "probability", abstain_below=0.95)
+    assert none.abstention == Abstention(0.95, 0.0, None)
 
 
 @pytest.mark.parametrize(("right", "wrong", "shown"), [(2, 1, False), (10, 9, False), (9, 10, False), (10, 10, True)])
 def test_an_area_of_few_answers_is_not_shown(right: int, wrong: int, shown: bool) -> None:
     """`AUROC 1.000` was printed for three rows."""
     rows = [row(0.9, True, [True])] * right + [row(0.2, False, [False])] * wrong
-    [line] = sureness_lines(sureness_record(rows, None, "probability"))
+    [line] = sureness_lines(sureness_of_answers(rows, None, "probability"))
     assert line.startswith(f"confidence, {right} right and {wrong} wrong: ")
     assert ("1.000 AUROC of wrong answers" in line) == shown
     assert ("no AUROC below 10 of each" in line) != shown
@@ -79,8 +81,8 @@ def test_long_answers_are_ranked_by_their_signal_where_confidence_underflows() -
     """All confidences are written as 0, so that the first rows of the file were taken for the surest."""
     wrong = [row(0.0, False, [False], signal=-30.0 - number) for number in range(3)]
     right = [row(0.0, True, [True], signal=-20.0 - number) for number in range(7)]
-    found = sureness_record([*wrong, *right], None, "probability")
-    assert (found["auroc"], found["exact_match_at_coverage"]) == (1, 7 / 8)
+    found = sureness_of_answers([*wrong, *right], None, "probability")
+    assert (found.auroc, found.exact_match_at_coverage) == (1, 7 / 8)
     assert failed_rows([wrong[1], right[0], wrong[2], wrong[0]]) == wrong
 
 
@@ -88,5 +90,5 @@ def test_a_calibration_of_another_aggregator_is_not_taken() -> None:
     surer = Logistic((1.0, 0, 0, 0, 0), 0.0)
     made = Calibration(Learned((0.5, 0.5)), IDENTITY, 1, surer, "probability", 4, "here")
     rows = [row(0.9, True, [False, False], signal=-5), row(0.9, False, [False, True], signal=5)]
-    assert sureness_record(rows, made, "probability")["by"] == "probability_right"
-    assert sureness_record(rows, made, "logit")["by"] == "confidence"
+    assert sureness_of_answers(rows, made, "probability").by == "probability_right"
+    assert sureness_of_answers(rows, made, "logit").by == "confidence"

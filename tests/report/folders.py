@@ -98,14 +98,23 @@ def evaluation(agents: int, rows: int, right: float, step: int) -> dict[str, Any
     """evaluation.json of generated answers."""
     gain = {"value": 0.1, "interval95": 0.2}
     exact = {"agents": [0.4] * agents, "crowd": right, "vote": 0.45, "crowd_minus_mean": gain, "crowd_minus_best": gain}
+    best = {"metric": "nll", "crowd": None, "agents": []}
     return {
         "task": "embedded",
+        "data": ["embedded"],
+        "rows_trained_on": "none",
+        "aggregator": "probability",
         "n": rows,
         "exact_match": exact,
         "nll": {"agents": [0.6] * agents, "crowd": 0.5},
         "measured_by": "generation",
+        "judged_by": "exact_match",
         "step": step,
         "last_step": step,
+        "agent_steps": agents * step,
+        "stopped_early": False,
+        "best": best,
+        "warning": None,
     }
 
 

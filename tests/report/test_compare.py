@@ -6,11 +6,13 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ci_llm.cli.main import main
+from ci_llm.core.evaluation import Evaluation
 from ci_llm.core.scores import share_interval, unpaired_interval
 from ci_llm.report.scores import comparable, differences
 from tests.report.folders import ASKED, evaluation, leave_run, prediction
@@ -28,7 +30,7 @@ def test_a_paired_interval_is_narrower_than_that_of_two_shares() -> None:
     """One run has the same 60 of 100 rows right and five more, which only a paired comparison shows."""
     one = [prediction(number, correct=number < 65) for number in range(100)]
     other = [prediction(number, correct=number < 60) for number in range(100)]
-    scores = [evaluation(2, 100, share, 10) for share in (0.65, 0.6)]
+    scores = [Evaluation.from_dict(evaluation(2, 100, share, 10)) for share in (0.65, 0.6)]
     [paired], [unpaired] = differences(*scores, one, other), differences(*scores)
     assert paired.value == pytest.approx(0.05) == pytest.approx(unpaired.value)
     assert (paired.paired, paired.rows, unpaired.paired) == (True, 100, False)
@@ -40,7 +42,7 @@ def test_a_paired_interval_is_narrower_than_that_of_two_shares() -> None:
 def test_only_rows_that_both_have_answered_are_paired() -> None:
     one = [prediction(number, correct=True) for number in range(20)]
     other = [prediction(number, correct=False) for number in range(8, 40)]
-    scores = [evaluation(2, 40, share, 10) for share in (1.0, 0.0)]
+    scores = [Evaluation.from_dict(evaluation(2, 40, share, 10)) for share in (1.0, 0.0)]
     assert next(differences(*scores, one, other)).rows == 12
 
 
@@ -59,10 +61,11 @@ def test_rows_that_all_differ_alike_give_no_interval(
 
 
 def test_scores_of_different_tasks_or_measures_are_not_subtracted() -> None:
-    one = evaluation(2, 40, 0.5, 10)
+    one = Evaluation.from_dict(evaluation(2, 40, 0.5, 10))
     assert comparable(one, one) is None
-    assert comparable(one, one | {"task": "gsm8k"}) == "different data sets: embedded and gsm8k"
-    assert "teacher_forcing" in str(comparable(one, one | {"measured_by": "teacher_forcing"}))
+    other = replace(one, data=("gsm8k",))
+    assert comparable(one, other) == "different data sets: embedded and gsm8k"
+    assert "teacher_forcing" in str(comparable(one, replace(one, measured_by="teacher_forcing")))
 
 
 @pytest.fixture

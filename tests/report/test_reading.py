@@ -100,7 +100,9 @@ def test_other_objectives_are_shown_by_their_own_figures(tmp_path: Path) -> None
     assert look_at(pairs).record()["evaluation"]["measure"] == "rewards/accuracies"
     assert scores(look_at(heads)) == f"{told} nats per row 0.875, accuracy 0.875 (agents 0.500)"
     assert scores(look_at(numbers)) == f"{told} squared error 0.875 (agents 0.5)"
-    done = leave_run(tmp_path / "done", asked={"preferences": {"auroc": {"agents": [0.5, 0.75], "crowd": 0.75}}})
+    done = leave_run(
+        tmp_path / "done", asked={"preferences": {"n": 40, "auroc": {"agents": [0.5, 0.75], "crowd": 0.75}}}
+    )
     status = json.loads((done / "status.json").read_text())
     (done / "status.json").write_text(json.dumps(status | {"objective": "kto"}))
     assert scores(look_at(done)) == "result, step 20: crowd nll 0.5, AUROC of the ratings 0.750 (agents 0.625)"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ci_llm.cli.main import main
+from ci_llm.core.evaluation import Evaluation
 from ci_llm.report.page import write_report
 from ci_llm.report.scores import notes, table
 from ci_llm.run.step.evaluation import result_metrics
@@ -25,14 +26,26 @@ def record(nll: list[float], crowd: float, over_best: float = 0.1, half: float =
     return found | {"base": {"exact_match": 0.05, "nll": 3.25}} | more
 
 
+read = Evaluation.from_dict
+SETS = [
+    {
+        "rows": "one set",
+        "n": 20,
+        "rows_trained_on": "none",
+        "measured_by": "teacher_forcing",
+        "agents": [0],
+        "exact_match": {"agents": [0.1, 0.2], "crowd": 0.3},
+        "nll": {"agents": [0.6, 0.7], "crowd": 0.9},
+    }
+]
 FREE = {"judged_by": "nll", "measured_by": "teacher_forcing"}
 
 
 def test_the_base_stands_above_the_agents() -> None:
-    lines = [*table(record([0.6, 0.7], 0.5), "run")]
+    lines = [*table(read(record([0.6, 0.7], 0.5)), "run")]
     assert lines[1].split() == ["base", "0.050", "0.014", "to", "0.165", "3.2500"]
     assert [line.split()[0] for line in lines[2:4]] == ["agent0", "agent1"]
-    assert result_metrics(record([0.6, 0.7], 0.5), ["agent0", "agent1"])["final/base/nll"] == 3.25
+    assert result_metrics(read(record([0.6, 0.7], 0.5)), ["agent0", "agent1"])["final/base/nll"] == 3.25
 
 
 @pytest.mark.parametrize(
@@ -52,13 +65,13 @@ def test_the_base_stands_above_the_agents() -> None:
         (record([0.6, 0.7], 0.5, over_best=0.01, n=9), None),
         (record([0.6, 0.7], 0.595, **FREE), "the crowd adds nothing sure in nats per token: -0.0050 ± 0.0100 over the"),
         (record([0.6, 0.7], 0.5, over_best=0.0, **FREE), None),
-        (record([0.6, 0.7], 0.9, sets=[{}, {}]), None),
+        (record([0.6, 0.7], 0.9, sets=SETS), None),
         (record([0.6, float("nan")], 0.9), None),
         (record([0.6], 0.7), None),
     ],
 )
 def test_notes_name_the_agent_to_serve_where_the_crowd_adds_nothing(found: dict[str, Any], told: str | None) -> None:
-    said = [*notes(found, "my/run")]
+    said = [*notes(read(found), "my/run")]
     assert (said == []) if told is None else (len(said) == 1 and said[0].startswith(told)), said
 
 
@@ -66,7 +79,7 @@ OWN = {"learning_rates": [1e-4, 1e-3], "best_agent": {"agent": 1, "next": 0, "ro
 
 
 def test_the_best_of_agents_with_their_own_settings_leads_them() -> None:
-    lines = [*table(record([0.7, 0.6], 0.5, **OWN), "run")]
+    lines = [*table(read(record([0.7, 0.6], 0.5, **OWN)), "run")]
     assert lines[0].endswith("learning rate")
     assert [line[:14].strip() for line in lines[1:5]] == ["base", "best agent", "agent0", "agent1"]
     assert (lines[2].split()[-2:], lines[3].split()[-2:]) == (["0.6000", "0.001"], ["0.7000", "0.0001"])
@@ -83,7 +96,7 @@ def test_the_page_of_heads_has_the_words_of_heads(tmp_path: Path) -> None:
 
 def test_free_text_has_no_exact_match(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     free = record([0.6, 0.7], 0.5, **FREE)
-    said = "\n".join(table(free, "run"))
+    said = "\n".join(table(read(free), "run"))
     assert "match" not in said
     assert "majority vote" not in said
     assert "crowd - the best agent: -0.1000 ± 0.0100" in said

@@ -15,10 +15,11 @@ import pytest
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.manifest import FileImage
 from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.core.evaluation import Best
 from ci_llm.core.run_status import read_status
 from ci_llm.errors import CheckpointError
 from ci_llm.run.step.evaluation import result_of
-from ci_llm.run.step.state import Best, TrainState, Validation
+from ci_llm.run.step.state import TrainState, Validation
 from tests.support.campaign import sampled
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ci_llm.config import Config
+from ci_llm.core.evaluation import Best
 from ci_llm.core.run_folder import CROWD_CHANGES
 from ci_llm.core.typed_json import dump_json, load_json
 from ci_llm.run.start.agent_settings import crowd_settings
@@ -23,7 +24,7 @@ from ci_llm.run.step.members import (
     read_waiting,
 )
 from ci_llm.run.step.nonfinite_policy import AgentRecovery
-from ci_llm.run.step.state import AgentState, Best, TrainState, Validation
+from ci_llm.run.step.state import AgentState, TrainState, Validation
 
 FOUR = Config(num_agents=4)
 

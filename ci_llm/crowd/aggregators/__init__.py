@@ -61,7 +61,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class Vote:
-    """How an aggregator decides between whole answers.
+    """The rule by which an aggregator decides between whole answers.
 
     Attributes:
         winner: the number of the answer that wins, from the answers and the log-probabilities of their texts.
@@ -85,7 +85,7 @@ def aggregate(log_probs: Tensor, aggregator: str, learned: Learned | None = None
 
 
 def is_mean(aggregator: str) -> bool:
-    """Whether the aggregator's distribution is the mean of the agents' probabilities.
+    """True if the aggregator's distribution is the mean of the agents' probabilities.
 
     Raises:
         BadInput: there is no aggregator of that name.
@@ -168,12 +168,16 @@ def most_probability(answers: Sequence[str], log_probabilities: Sequence[float])
     return max((n for n, answer in enumerate(answers) if answer == wins), key=lambda n: log_probabilities[n])
 
 
+def majority(answers: Sequence[str]) -> list[str]:
+    """The answer that most agents give, or all that are tied; "" is not a vote."""
+    votes = Counter(answer for answer in answers if answer)
+    return [answer for answer, count in votes.items() if count == max(votes.values())]
+
+
 def most_votes(answers: Sequence[str], log_probabilities: Sequence[float]) -> int:
     """The most probable text with the answer of the majority; of tied answers the one with most probability in sum."""
-    votes = Counter(answers)
-    most = max((count for answer, count in votes.items() if answer), default=0)
-    among = [answer if answer and votes[answer] == most else "" for answer in answers]
-    return most_probability(among, log_probabilities)
+    tied = majority(answers)
+    return most_probability([answer if answer in tied else "" for answer in answers], log_probabilities)
 
 
 #: Each aggregator's distribution and vote.

@@ -16,7 +16,7 @@ import re
 import string
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from ci_llm.core.imports import load_plugin, plugin_names
 
@@ -36,8 +36,6 @@ def answer_reader(references: Sequence[str], metric: str = "exact_match") -> Rea
     if metric == "string_match":
         return _normalised
     if metric == "exact_match":  # what follows `####`, the last number, or the whole text
-        from ci_llm.crowd.answers import final_answer, style_of  # they load torch, which the names do without
-
         return partial(final_answer, style=style_of(references))
     make: Callable[[Sequence[str]], Reader] = load_plugin(__name__, metric, "reader")
     return make(references)
@@ -49,3 +47,59 @@ def _normalised(text: str) -> str:
     Source: Rajpurkar et al. 2016, its evaluation script.
     """
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+AnswerStyle = Literal["marked", "number", "text"]
+
+_MARK = re.compile(r"####[ \t]*(.*)")
+#: A sign right after a digit is an operation: 10-3 ends with the number 3.
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![0-9])[-+])?\$?(?P<digits>(?:[0-9]+(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+)
+_BEGINS_WITH_NUMBER = re.compile(rf"{_NUMBER.pattern}(?![.,]?[\w/:^*+=-])")
+#: Before a number that is the whole answer, and not a part of it as in 3/4, 9:30 or 10-3; "Answer:42" and "US$5" do.
+_IS_WHOLE = r"(?:(?<![\w/^*.,+$-])(?<!\d:)|(?<![\d/:^*.,+-])(?=\$))"
+_ENDS_WITH_NUMBER = re.compile(rf"{_IS_WHOLE}{_NUMBER.pattern}\s*%?[.!]?\s*$")
+
+
+def style_of(references: Sequence[str]) -> AnswerStyle:
+    """The style of the answers of a task, judged by all its reference answers.
+
+    marked    "... #### 1,234"  as in GSM8K: the text after the mark; the last number if a text has no mark
+    number    "... is 42."      every reference ends with a number: the last number of a text
+    text      anything else, such as fractions, dates and times: the whole text, with white space evened out
+    """
+    if all(_MARK.search(text) for text in references):
+        return "marked"
+    return "number" if all(_ENDS_WITH_NUMBER.search(text) for text in references) else "text"
+
+
+def final_answer(text: str, style: AnswerStyle) -> str:
+    """The final answer of `text`, normalised; "" if there is none.
+
+    Numbers are compared as numbers: 1,234 = $1234.00.
+    """
+    if style == "marked" and (mark := _MARK.search(text)):
+        # The first mark counts: a text that continues after its answer continues with the next question.
+        return _number(_BEGINS_WITH_NUMBER.match(mark[1])) or _even(mark[1])
+    if style == "text":
+        return _even(text)
+    *_, last = [None, *_NUMBER.finditer(text)]
+    return _number(last)
+
+
+def _number(found: re.Match[str] | None) -> str:
+    """A number without its superfluous characters: 1,234.50 becomes 1234.5; "" for None.
+
+    It works on digits, because different long numbers can be equal as floats.
+    """
+    if found is None:
+        return ""
+    whole, _, part = found["digits"].replace(",", "").partition(".")
+    value = f"{whole.lstrip('0') or '0'}.{part.rstrip('0')}".rstrip(".")
+    return f"-{value}" if found["sign"] == "-" and value != "0" else value
+
+
+def _even(text: str) -> str:
+    """The text with single spaces between its words."""
+    return " ".join(text.split())

@@ -16,7 +16,7 @@ from ci_llm.cluster.deadline import expected_kill
 from ci_llm.cluster.launch import Launch
 from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
-from ci_llm.core.run_folder import BEGINNING, CROWD_CHANGES, PUSH_RECORD, RECOVERY, SKIPPED_BATCHES
+from ci_llm.core.run_folder import BEGINNING, CROWD_CHANGES, EVALUATION, PUSH_RECORD, RECOVERY, SKIPPED_BATCHES
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.mirror.filling import fill
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 RUN_FILES: Final = (
     *(BEGINNING, CROWD_CHANGES, RECOVERY, SKIPPED_BATCHES, "status.json", "training.log"),
     "metrics.jsonl",
-    *("evaluation.json", "gpu_stats.json", "report.html", PUSH_RECORD, "attempts/*/*.json"),
+    *(EVALUATION, "gpu_stats.json", "report.html", PUSH_RECORD, "attempts/*/*.json"),
     *("tensorboard/*", "tensorboard/*/*", "tensorboard/*/*/*"),
 )
 #: How long a run that nobody kills waits until its mirror has the checkpoints.

@@ -7,7 +7,7 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from html import escape
 from pathlib import Path
@@ -18,14 +18,15 @@ from ci_llm.cluster.launch import Launch, exit_code_after_stop, has_rounds
 from ci_llm.config import Config, default_file
 from ci_llm.config.foreign import NO_EFFECT
 from ci_llm.config.schema import with_trait
+from ci_llm.core.evaluation import Evaluation
 from ci_llm.core.run_folder import PushRecord, keep_push
-from ci_llm.core.scores import measures
+from ci_llm.core.scores import measures_of
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.errors import BadInput, CiLlmError
 from ci_llm.objectives import head_size
 from ci_llm.report.facts import read_metrics
 from ci_llm.report.page import curves_command, write_report
-from ci_llm.report.scores import agents_of, scores, table
+from ci_llm.report.scores import scores, table
 from ci_llm.run.end.attempt import command_line, described
 
 if TYPE_CHECKING:
@@ -47,15 +48,20 @@ class Result:
         status: "completed", or "interrupted": the same call resumes from what is saved.
         step: optimizer steps taken.
         folder: the folder of the run.
-        metrics: `evaluation.json`, the final evaluation; empty if the run was interrupted.
+        evaluation: the final evaluation; None if the run was interrupted.
         reason: why it was interrupted: "signal:SIGINT", "walltime", "callback", ...; None if it is completed.
     """
 
     status: Literal["completed", "interrupted"]
     step: int
     folder: Path
-    metrics: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    evaluation: Evaluation | None = field(default=None, repr=False)
     reason: str | None = None
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The final evaluation as in `evaluation.json`; empty if the run was interrupted."""
+        return self.evaluation.to_dict() if self.evaluation else {}
 
     @cached_property
     def crowd(self) -> Crowd:
@@ -78,7 +84,7 @@ class Result:
         """
         import pandas as pd
 
-        lines = [asdict(score) for score in scores(self.metrics)] if self.metrics else []
+        lines = [asdict(score) for score in scores(self.evaluation)] if self.evaluation else []
         columns = ["who", "exact_match", "low", "high", "nll", "learning_rate"]
         return pd.DataFrame(lines, columns=columns).set_index("who").astype(float)
 
@@ -92,7 +98,7 @@ class Result:
         import pandas as pd
 
         found = read_metrics(self.folder)
-        lines = (found.with_last(self.metrics) if self.metrics else found).lines
+        lines = (found.with_last(self.evaluation) if self.evaluation else found).lines
         table = pd.DataFrame(lines, columns=[*dict.fromkeys(key for line in lines for key in line)] or ["step"])
         return table.groupby("step").last().apply(pd.to_numeric, errors="coerce")
 
@@ -102,8 +108,8 @@ class Result:
 
         Empty if the run was interrupted, or never evaluated the crowd.
         """
-        found = self.metrics.get("best") or {}
-        return {**found["crowd"], "metric": found["metric"]} if found.get("crowd") else {}
+        found = self.evaluation and self.evaluation.ending and self.evaluation.ending.best
+        return {**asdict(found.crowd), "metric": found.metric} if found and found.crowd else {}
 
     def plot(self) -> Any:
         """Draw the training loss, and the loss of the crowd on held-out rows, over the steps.
@@ -120,7 +126,7 @@ class Result:
             raise BadInput("Matplotlib is not installed", where="Result.plot", hint="pip install matplotlib") from error
         names = {"train/task_loss": "training, mean of the agents", "eval/crowd/nll": "crowd, held out"}
         curves = self.history.reindex(columns=[*names]).rename(columns=names).interpolate(limit_area="inside")
-        words = measures(self.metrics)
+        words = self.evaluation.measures if self.evaluation else measures_of("sft")
         units = dict.fromkeys([words.trained, words.loss])
         return curves.plot(xlabel="step", ylabel=" and ".join(units))
 
@@ -142,34 +148,34 @@ class Result:
 logger = logging.getLogger(__name__)
 
 
-def score_table(record: Mapping[str, Any], run: Path | str) -> str:
-    """Base and agents beside the crowd, from an `evaluation.json`; for `run` see `ci_llm.report.scores.table`."""
-    lines = [*table(record, run)]
-    if record.get("warning"):
-        lines.append(f"warning: while they trained, {record['warning']}")
+def score_table(evaluation: Evaluation, run: Path | str) -> str:
+    """Base and agents beside the crowd; for `run` see `ci_llm.report.scores.table`."""
+    lines = [*table(evaluation, run)]
+    if evaluation.ending and evaluation.ending.warning:
+        lines.append(f"warning: while they trained, {evaluation.ending.warning}")
     return "\n".join(lines)
 
 
-def describe_not_finite(record: Mapping[str, Any]) -> str:
-    """A warning if an `evaluation.json` has scores that are not finite; else empty."""
-    bad = [k for k, loss in enumerate(record["nll"]["agents"]) if loss is None or not math.isfinite(loss)]
+def describe_not_finite(evaluation: Evaluation) -> str:
+    """A warning if the scores of an agent are not finite; else empty."""
+    each = zip(evaluation.agent_names, evaluation.nll.agents, strict=True)
+    bad = [name for name, loss in each if not math.isfinite(loss)]
     if not bad:
         return ""
-    names = agents_of(record)
     return (
-        f"the scores of {', '.join(names[k] for k in bad)} are not finite: these adapters cannot be used; a smaller"
-        " learning_rate, with overwrite_output_dir=true or another experiment_name, trains them again"
+        f"the scores of {', '.join(bad)} are not finite: these adapters cannot be used; a smaller learning_rate, with"
+        " overwrite_output_dir=true or another experiment_name, trains them again"
     )
 
 
-def final_card(record: Mapping[str, Any], crowd: Crowd, datasets: Iterable[str], step: int) -> str:
+def final_card(evaluation: Evaluation, crowd: Crowd, datasets: Iterable[str], step: int) -> str:
     """README.md of `final_checkpoint`."""
     configs = [values for name, values in crowd.adapter_files().items() if name.endswith("/adapter_config")]
     facts = CardFacts(
         base=crowd.base_name,
         ranks=[config["r"] for config in configs],
         trained=f" for {step} optimizer steps on `{', '.join(map(public_name, datasets))}`",
-        scores=score_table({**record, "data": [*map(public_name, record["data"])]}, "."),
+        scores=score_table(replace(evaluation, data=tuple(map(public_name, evaluation.data))), "."),
         notes=[_GOES_ON],
         opened_with=auto_class(crowd.model.config).__name__,
         num_labels=crowd.settings.outputs,
@@ -188,11 +194,9 @@ _GOES_ON = (
 MORE_STEPS: Final[Mapping[str, str | None]] = {"epochs": None, "max_train_steps": "..."}
 
 
-def log_next_steps(
-    config: Config, launch: Launch, record: Mapping[str, Any], to_go_on: Mapping[str, str | None]
-) -> None:
-    """Log what to do after a completed run; `record` is its `evaluation.json`, for the rest see `next_steps`."""
-    warning = describe_not_finite(record)
+def log_next_steps(config: Config, launch: Launch, evaluation: Evaluation, to_go_on: Mapping[str, str | None]) -> None:
+    """Log what to do after a completed run; for the arguments see `next_steps`."""
+    warning = describe_not_finite(evaluation)
     if warning:
         logger.warning(warning)
         return

@@ -220,7 +220,7 @@ def _as_given(wanted: str | None) -> str:
 
 
 def _first(wanted: str | None, known: Beginning | None = None) -> Beginning:
-    """The record of a run without a checkpoint of its own: the value given last counts."""
+    """The record of a run that has no checkpoint yet: `wanted` replaces what earlier calls asked for."""
     source = None if wanted == LATEST else wanted
     return replace(known or Beginning(), source=source, said=(wanted,))
 

@@ -470,7 +470,9 @@ def _follows_length(config: Config) -> bool:
 def _shown(changes: Sequence[Change], config: Config) -> list[str]:
     lines = [f"changed since then: {c.key} {c.old} -> {c.new}" for c in changes if c.kind != "free" or not c.keeps_bits]
     if any(c.kind == "schedule" for c in _bits_changing(changes, config)):
-        lines.append("the schedule follows the new length from here: not the run that would have been that long")
+        lines.append(
+            "the schedule follows the new length from here; a run of this length from step 0 ends with other weights"
+        )
     return lines
 
 

@@ -19,16 +19,17 @@ from typing import Any, Final, TypeVar
 from ci_llm.checkpoints.checkpoint import Checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
+from ci_llm.core.evaluation import BaseScores, Evaluation, Figure, RowSet
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.core.quantities import count
-from ci_llm.core.scores import LEAST_ROWS, measures
+from ci_llm.core.scores import LEAST_ROWS, JudgedBy, measures_of
 from ci_llm.core.work import working
 from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.judging import Ranking, rank
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.preferences import Preferences, TrainedObjective
-from ci_llm.crowd.scoring import AnswerScores, JudgedBy, Questions, Scores, Solved, how_asked, score, score_answers
+from ci_llm.crowd.scoring import AnswerScores, Questions, Scores, Solved, answer_questions, asked_of, score
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.batches import pack
 from ci_llm.data.order import share
@@ -276,10 +277,10 @@ class Evaluator:
             logger.info(f"evaluate  the answers that they generate to {len(asked)} of these, {most}")
         return self._answers(step, micro_batch_size)
 
-    def base(self, step: int, micro_batch_size: int, *, answers: bool) -> dict[str, float] | None:
-        """`base` of evaluation.json: the scores of a pass without agents over the same rows. A collective.
+    def base(self, step: int, micro_batch_size: int, *, answers: bool) -> BaseScores | None:
+        """The scores of a pass without agents over the same rows. A collective.
 
-        Empty if the agents have heads, because a base has no heads; None if a stop was asked for.
+        None if the agents have heads, because a base has no heads, or if a stop was asked for.
 
         Args:
             answers: whether answers are generated.
@@ -288,7 +289,7 @@ class Evaluator:
             OutOfMemory: on every process, when the batches cannot be made smaller.
         """
         if self._crowd.settings.outputs:
-            return {}
+            return None
         logger.info("evaluate  the base alone, on the same rows")
         own, self._config = self._config, self._config.model_copy(update={"aggregator": "probability"})
         try:
@@ -297,7 +298,7 @@ class Evaluator:
                 found = self._answers(step, micro_batch_size) if answers and scores is not None else None
         finally:
             self._config = own
-        return None if scores is None or (answers and found is None) else scoring.base_record(scores, found)
+        return None if scores is None or (answers and found is None) else scoring.base_scores(scores, found)
 
     @cached_property
     def judged_by(self) -> JudgedBy:
@@ -321,7 +322,7 @@ class Evaluator:
         if sets is None:
             return None
         scores = sets[0] if self.rows.are_common else AnswerScores.of_sets(sets, self.rows.of_agent)
-        return replace(scores, asked=how_asked(self._asked, self._limit))
+        return replace(scores, asked=asked_of(self._asked, self._limit))
 
     def _tell_too_long(self, of_sets: Sequence[Questions]) -> None:
         """Log how many rows ask something but are cut; warn if that leaves no row to ask."""
@@ -359,19 +360,13 @@ class Evaluator:
         return Questions.of(rows, self._crowd.prompter, self._crowd, count, whole_below)
 
     def _score_answers(self, asked: Questions, step: int, batch_size: int, max_new_tokens: int) -> AnswerScores | None:
-        config, prompter = self._config, self._crowd.prompter
+        prompter = self._crowd.prompter
         assert prompter is not None
 
         def work(rounds: Rounds) -> AnswerScores | None:
-            return score_answers(
-                self._crowd,
-                prompter,
-                asked,
-                rounds.batches,
-                max_new_tokens=max_new_tokens,
-                aggregator=config.aggregator,
-                stop=rounds.stop_requested_here,
-            )
+            crowd, stop, aggregator = self._crowd, rounds.stop_requested_here, self._config.aggregator
+            answers = answer_questions(crowd, prompter, asked, rounds.batches, max_new_tokens, aggregator, stop=stop)
+            return AnswerScores.of(answers, prompter, asked, crowd.num_agents + 2, stop)
 
         found = self._on_all_processes("generate", step, len(asked), batch_size, work)
         return None if found is None else AnswerScores.joined(found)
@@ -426,8 +421,7 @@ def describe_scores(step: int, scores: Scores, judged_by: JudgedBy = "exact_matc
     if scores.judged is not None:
         if int(scores.tokens.max()) > 1:
             return f"{where} {scores.judged}; crowd nll {nll:.3f}, of the better answers"
-        by = {scores.judged.key: {}, "measured_by": "heads", "judged_by": judged_by}
-        return f"{where} {scores.judged}; crowd {measures(by).loss} {nll:.3f}"
+        return f"{where} {scores.judged}; crowd {measures_of(scores.judged.objective).loss} {nll:.3f}"
     if judged_by == "nll":
         return f"{where} crowd nll {nll:.3f}; agents nll {fmean(agents_nll):.3f}"
     crowd = f"crowd nll {nll:.3f}, exact {exact:.3f}"
@@ -467,36 +461,33 @@ def evaluation_metrics(scores: Scores, names: Sequence[str]) -> dict[str, float]
     return metrics if scores.judged is None else metrics | scores.judged.metrics(names)
 
 
-def result_metrics(record: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
-    """The scores of an `evaluation.json` as metrics for trackers: `final/crowd/exact_match` and the like."""
-    metrics = dict[str, float]()
-    for measure in ("exact_match", "nll"):
-        found = record[measure]
-        of_agents = dict(zip(names, found["agents"], strict=True))
-        named = of_agents | {name: found[name] for name in ("crowd", "vote") if name in found}
-        named |= {"base": record["base"][measure]} if "base" in record else {}
+def result_metrics(evaluation: Evaluation, names: Sequence[str]) -> dict[str, float]:
+    """The scores of an evaluation as metrics for trackers: `final/crowd/exact_match` and the like.
+
+    Args:
+        names: the names of the agents.
+    """
+    metrics = dict[str, float | None]()
+    for measure, found in (("exact_match", evaluation.exact_match), ("nll", evaluation.nll)):
+        named = dict(zip(names, found.agents, strict=True)) | {"crowd": found.crowd, "vote": found.vote}
+        named["base"] = getattr(evaluation.base, measure, None)
         metrics |= {f"final/{name}/{measure}": value for name, value in named.items()}
-    return metrics
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
-def sets_record(scores: Scores, rows: EvaluationRows) -> dict[str, Any]:
-    """`sets` of evaluation.json: the teacher-forced scores of all agents on each set; empty if agents share a set."""
-    if rows.are_common:
-        return {}
-    records, start = [], 0
-    for number, evaluated in enumerate(rows.sets):
+def scores_of_sets(scores: Scores, rows: EvaluationRows) -> Iterator[RowSet]:
+    """The teacher-forced scores of all agents on each set of rows; none if all agents share one."""
+    start = 0
+    for number, evaluated in enumerate(() if rows.are_common else rows.sets):
         part = scores.rows(slice(start, start := start + len(evaluated)))
         *agents, crowd = part.exact_match
         *agents_nll, crowd_nll = part.mean_nll
-        records.append(
-            {
-                "rows": evaluated.rows.where,
-                "n": len(evaluated),
-                "rows_trained_on": evaluated.rows.trained_on,
-                "measured_by": "teacher_forcing",
-                "agents": [k for k, own in enumerate(rows.of_agent) if own == number],
-                "exact_match": {"agents": agents, "crowd": crowd},
-                "nll": {"agents": agents_nll, "crowd": crowd_nll},
-            }
+        yield RowSet(
+            rows=evaluated.rows.where,
+            n=len(evaluated),
+            rows_trained_on=evaluated.rows.trained_on,
+            measured_by="teacher_forcing",
+            agents=tuple(k for k, own in enumerate(rows.of_agent) if own == number),
+            exact_match=Figure(tuple(agents), crowd),
+            nll=Figure(tuple(agents_nll), crowd_nll),
         )
-    return {"sets": records}

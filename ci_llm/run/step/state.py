@@ -7,28 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from ci_llm.core.evaluation import Best, BestSteps
 from ci_llm.core.scores import METRICS
 from ci_llm.run.step.members import CrowdChange, History
 from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
-
-
-@dataclass(frozen=True)
-class Best:
-    """The best value of the crowd or of one agent, and the optimizer step after which it was measured."""
-
-    step: int
-    value: float
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any] | None) -> Best | None:
-        """The inverse of `dataclasses.asdict`; None stays None."""
-        return None if values is None else cls(**values)
 
 
 @dataclass(frozen=True)
@@ -244,11 +232,10 @@ class TrainState:
             self, validation=Validation(metric), agents=tuple(replace(each, best=None) for each in self.agents)
         )
 
-    def best_record(self) -> dict[str, Any]:
-        """`best` of evaluation.json."""
-        best = [self.validation.crowd, *(each.best for each in self.agents)]
-        crowd, *agents = [each and asdict(each) for each in best]
-        return {"metric": self.validation.metric, "crowd": crowd, "agents": agents}
+    @property
+    def best_steps(self) -> BestSteps:
+        """The best evaluations of the crowd and of each agent."""
+        return BestSteps(self.validation.metric, self.validation.crowd, tuple(each.best for each in self.agents))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:

@@ -1,0 +1,145 @@
+"""evaluation.json: what is written is read again, its form stays, and one file alone writes and reads it."""
+
+from __future__ import annotations
+
+import ast
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ci_llm.core.evaluation import (
+    Asked,
+    BaseScores,
+    Best,
+    BestSteps,
+    Difference,
+    Ending,
+    Evaluation,
+    Figure,
+    Intervals,
+    Judgement,
+    RowSet,
+    TeacherForced,
+    read_evaluation,
+    write_evaluation,
+)
+from ci_llm.errors import BadInput
+from tests.test_architecture import trees
+
+GAIN = Difference(0.1, None)
+EXACT = Figure((0.25, 0.5), 0.75, vote=0.5, crowd_minus_mean=GAIN, crowd_minus_best=GAIN, crowd_minus_vote=GAIN)
+NLL = Figure((0.5, math.inf), 0.25, crowd_minus_mean=Difference(-0.125, 0.5), crowd_minus_best=GAIN)
+FULL = Evaluation(
+    task="embedded",
+    data=("one", "other"),
+    rows_trained_on="none",
+    aggregator="probability",
+    n=4,
+    measured_by="generation",
+    judged_by="exact_match",
+    exact_match=EXACT,
+    nll=NLL,
+    step=3,
+    teacher_forced=TeacherForced(8, Figure((0.0, 0.5), 0.5)),
+    asked=Asked("a1", "exact_match", 64),
+    base=BaseScores(0.0, 3.5),
+    preferences=Judgement(9, accuracies=Figure((1.0, 0.5), 0.5, intervals95=Intervals(((0, 1), (0, 1)), (0.25, 0.75)))),
+    sets=(RowSet("one", 4, "none", "teacher_forcing", (0,), EXACT, NLL),),
+    of_rows={"nll": [[0.5], [0.25]]},
+    dropped=(1,),
+    ending=Ending(4, 8, True, BestSteps("nll", Best(3, 0.25), (None, Best(2, 0.5))), None),
+)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    assert read_evaluation(tmp_path) is None
+    write_evaluation(tmp_path, FULL, None)
+    assert read_evaluation(tmp_path) == FULL
+    plain = replace(FULL, asked=None, ending=None, teacher_forced=None)
+    assert Evaluation.from_dict(plain.to_dict()) == plain
+    assert {"questions", "last_step", "teacher_forced", "names", "tokens"}.isdisjoint(plain.to_dict())
+
+
+def test_the_file_has_its_form() -> None:
+    found = FULL.to_dict()
+    assert {"asked", "ending"}.isdisjoint(found)
+    assert (found["questions"], found["metric"], found["max_new_tokens"]) == ("a1", "exact_match", 64)
+    assert (found["last_step"], found["stopped_early"], found["warning"]) == (4, True, None)
+    assert found["best"] == {
+        "metric": "nll",
+        "crowd": {"step": 3, "value": 0.25},
+        "agents": [None, {"step": 2, "value": 0.5}],
+    }
+    gain = {"value": 0.1, "interval95": None}
+    over = {"crowd_minus_mean": gain, "crowd_minus_best": gain, "crowd_minus_vote": gain}
+    assert found["exact_match"] == {"agents": [0.25, 0.5], "crowd": 0.75, "vote": 0.5, **over}
+    assert found["preferences"]["accuracies"]["intervals95"] == {"agents": [[0, 1], [0, 1]], "crowd": [0.25, 0.75]}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"nll": {"agents": [1.0]}}, "it lacks 'nll.crowd'"),
+        ({"n": "many"}, "n: Input should be a valid integer"),
+        ({"judged_by": "taste"}, "judged_by: Input should be 'exact_match' or 'nll'"),
+    ],
+)
+def test_another_file_is_refused(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    from ci_llm.core.durable import write_json
+
+    write_json(tmp_path / "evaluation.json", FULL.to_dict() | change)
+    with pytest.raises(BadInput, match=told.replace(".", r"\.")):
+        read_evaluation(tmp_path)
+
+
+def test_objectives_are_told_by_their_figures() -> None:
+    assert [*FULL.judged_figures] == ["rewards/accuracies"]
+    assert {*FULL.figures} == {"nll", "exact_match", "rewards/accuracies"}
+    assert FULL.figures["nll"] == NLL
+    rated = replace(FULL, preferences=Judgement(9, auroc=NLL))
+    assert [*rated.judged_figures] == ["rewards/auroc"]
+    heads = replace(FULL, measured_by="heads")
+    assert (FULL.measures.loss, heads.measures.loss) == ("nats per token", "nats per pair")
+    assert replace(heads, preferences=None).measures.right == "accuracy"
+    assert replace(heads, preferences=None, judged_by="nll").measures.loss == "squared error"
+
+
+#: Keys that only an evaluation has: who takes one out of a mapping reads the file.
+KEYS = {"teacher_forced", "measured_by", "of_rows", "crowd_minus_mean", "crowd_minus_best"}
+PATHS = {"EVALUATION", "run_folder.EVALUATION", "'evaluation.json'"}
+OWNER = "core/evaluation.py"
+
+
+def opens_or_picks(node: ast.AST) -> bool:
+    """Whether code makes the path of the file, or takes a key of the record out of a mapping."""
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.Div) and ast.unparse(node.right) in PATHS
+    picked: list[ast.expr] = []
+    if isinstance(node, ast.Subscript):
+        picked = [node.slice]
+    elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+        picked = [node.left]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
+        picked = node.args[:1]
+    return any(isinstance(each, ast.Constant) and each.value in KEYS for each in picked)
+
+
+def second_hands(files: dict[str, ast.Module]) -> set[str]:
+    """The files beside the owner that write or read an evaluation."""
+    return {file for file, tree in files.items() if file != OWNER and any(map(opens_or_picks, ast.walk(tree)))}
+
+
+def test_one_file_writes_and_reads_the_record() -> None:
+    assert {field.name for kind in (Evaluation, Figure) for field in fields(kind)} >= KEYS
+    assert second_hands(trees()) == set()
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["folder / 'evaluation.json'", "folder / EVALUATION", "x['measured_by']", "x.get('of_rows')", "'of_rows' in x"],
+)
+def test_a_second_writer_or_reader_is_found(code: str) -> None:
+    assert second_hands({"report/scores.py": ast.parse(code)}) == {"report/scores.py"}
