@@ -284,7 +284,7 @@ CAPS = {
     "config": 2195,
     "core": 1495,
     "crowd": 4513,
-    "data": 3187,
+    "data": 3183,
     "distributed": 650,
     "dry_run": 785,
     "embedded": 156,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ci_llm.data.courses import Course, Courses
+from ci_llm.data.agent_rows import Course, Courses
 from ci_llm.errors import ForeignCheckpoint
 from ci_llm.lora.heads import SCORE
 from ci_llm.lora.settings import AgentLora

@@ -21,8 +21,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from ci_llm.core.memory import unless_out_of_memory
+from ci_llm.data.agent_rows import Courses
 from ci_llm.data.batches import MicroBatch, Owned, Packable, pack
-from ci_llm.data.courses import Courses
 from ci_llm.interrupts import ignore_signals, worker_context
 
 

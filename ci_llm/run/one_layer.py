@@ -29,9 +29,8 @@ from ci_llm.core import determinism
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.core.numerics import FAST, PLAIN, names, names_of_all
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.data.agent_rows import sampled
+from ci_llm.data.agent_rows import Courses, sampled
 from ci_llm.data.batches import MicroBatch, Owned, pack
-from ci_llm.data.courses import Courses
 from ci_llm.data.encoder import Example
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts

@@ -16,7 +16,7 @@ from ci_llm.agents.agent import courses_of
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.preferences import TrainedObjective
-from ci_llm.data.courses import Courses
+from ci_llm.data.agent_rows import Courses
 from ci_llm.distributed.processes import Processes
 from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.start.resume import RunCheckpoint

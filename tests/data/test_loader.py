@@ -16,8 +16,8 @@ import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch import Tensor
 
+from ci_llm.data.agent_rows import Course, Courses
 from ci_llm.data.batches import Batch, MicroBatch, num_units
-from ci_llm.data.courses import Course, Courses
 from ci_llm.data.loader import any_number_of_workers, loader_of
 from ci_llm.data.order import Plan
 from tests.data.test_batches import Rows

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ci_llm.data import order
-from ci_llm.data.courses import Course, Courses
+from ci_llm.data.agent_rows import Course, Courses
 from ci_llm.data.order import Plan, permute, share
 
 steady = settings(derandomize=True)

@@ -18,7 +18,7 @@ from ci_llm.config.own_keys import OWN_KEYS
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
 from ci_llm.crowd.preferences import Preferences, TrainedObjective
-from ci_llm.data.courses import Course
+from ci_llm.data.agent_rows import Course
 from ci_llm.data.order import Plan
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.lora.schedules import factor

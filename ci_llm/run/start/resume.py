@@ -35,7 +35,7 @@ from ci_llm.core.remote import is_url
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import require_checkpoint, require_run
 from ci_llm.crowd.importing import fingerprint_of_start
-from ci_llm.data.courses import fingerprint_of
+from ci_llm.data.agent_rows import fingerprint_of
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.precision import slow_bf16
 from ci_llm.distributed.processes import Processes

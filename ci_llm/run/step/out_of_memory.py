@@ -22,8 +22,8 @@ from ci_llm.config import Config
 from ci_llm.core.memory import free_memory
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.diversity import find_form
+from ci_llm.data.agent_rows import Courses
 from ci_llm.data.batches import MicroBatch, Owned, num_units, pack
-from ci_llm.data.courses import Courses
 from ci_llm.errors import OutOfMemory
 from ci_llm.run.step.state import TrainState
 
