@@ -34,7 +34,7 @@ from ci_llm.data.rows import (
     messages_of,
     tools_of,
 )
-from ci_llm.data.turns import CALL, RefusedRowError
+from ci_llm.data.turns import RefusedRowError
 from ci_llm.data.units import branches_of
 from ci_llm.errors import DataError
 
@@ -50,6 +50,8 @@ _SAID = {"content", "value", "tool_calls", "function_call"}
 
 #: A placeholder for the question.
 _QUESTION = "What is asked here?"
+#: A call of a tool.
+_CALL: Final = {"id": "call00001", "type": "function", "function": {"name": "find", "arguments": {"name": "it"}}}
 #: Whether answers have thoughts, where they do not begin as the template opens them.
 _THINKS: Final = {"chat with thoughts": True, "chat without thoughts": False}
 
@@ -90,7 +92,7 @@ class Prompter:
         examples = [self._encoder.encode(Chat((asked, Message("assistant", "A"))))]
         for calls in (2, 1):
             with suppress(RefusedRowError):  # the template shows no calls, or only one
-                called = self._encoder.encode(Chat((asked, Message("assistant", "", (CALL,) * calls))))
+                called = self._encoder.encode(Chat((asked, Message("assistant", "", (_CALL,) * calls))))
                 written = called.input_ids[last_answer(called)].tolist()
                 if written.count(written[-1]) == 1:  # else it ends each call, and not the turn
                     examples.append(called)

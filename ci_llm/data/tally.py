@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 
 from ci_llm.core.work import counted
 from ci_llm.data.encoder import Encoder, Example
+from ci_llm.data.encoding import encoded
 from ci_llm.data.rows import Chat, Completion, Labelled, Pair, PromptForm, Rated, Row, Rows
 from ci_llm.data.turns import RefusedRowError, Remark
 from ci_llm.data.units import Unit, branches_of, label_of, number_of, unit_of, without_end
@@ -59,18 +60,17 @@ class Tally:
         """The rows in which there is something to learn, cut, with their numbers."""
         kind = "text" if "text" in rows.form.columns and rows.form.kind == "single" else rows.form.kind
         self.lacking = _LACKING.get(kind, self.lacking)
-        for number, row in enumerate(counted(rows, "tokenise", len(rows), "rows")):
+        every = counted(encoded(rows, encoder), "tokenise", len(rows), "rows")
+        for number, (row, wholes) in enumerate(every):
             self.rows += 1
-            branches, is_labelled = branches_of(row) if row else [], isinstance(row, Labelled)
-            encode: Any = encoder.text if is_labelled else encoder.encode
-            try:
-                wholes: list[Example] = [*map(encode, branches)]
-            except RefusedRowError as error:
+            branches = branches_of(row) if row else []
+            if isinstance(wholes, RefusedRowError):
                 if not any(isinstance(branch, Chat) and branch.needs_more for branch in branches):
-                    raise _refusal(error, branches[0], rows.place(number)) from error
+                    raise _refusal(wholes, branches[0], rows.place(number)) from wholes
                 self.left_out["refused"] += 1
-                self.refused[str(error)] += 1
+                self.refused[str(wholes)] += 1
                 continue
+            is_labelled = isinstance(row, Labelled)
             taught = [len(whole.input_ids) if is_labelled else whole.supervised.any() for whole in wholes]
             if row is None or not all(taught):
                 self.left_out["unlearned" if row is None and rows.is_marked(number) else "lacking"] += 1

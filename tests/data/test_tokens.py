@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pickle
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ci_llm import embedded
 from ci_llm.config import Config
 from ci_llm.core import durable
-from ci_llm.data import tokens
+from ci_llm.data import encoding, tokens
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE, Encoder, Example
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Chat, Rows
@@ -296,6 +298,33 @@ def test_calls_of_tools_that_the_template_hides_are_counted(tokenizer: PreTraine
     ) as caught:
         tokenize(rows(TOOLS[:1]), tokenizer, max_seq_length=500, cache_folder=tmp_path)
     assert "chat_template that shows such chats" in str(caught.value.hint)
+
+
+def with_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "MANY", 2)
+    monkeypatch.setattr(encoding, "SENT", 1)
+    monkeypatch.setattr(encoding.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+
+
+def test_several_processes_write_the_same_file(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = rows([*TOOLS, *ROWS_OF_CHATS])
+    alone = tokenize(data, tokenizer, max_seq_length=500, cache_folder=tmp_path / "alone")
+    with_several_processes(monkeypatch)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    together = tokenize(data, tokenizer, max_seq_length=500, cache_folder=tmp_path / "together")
+    assert (together.path.name, together.path.read_bytes()) == (alone.path.name, alone.path.read_bytes())
+    assert (multiprocessing.active_children(), os.environ["TOKENIZERS_PARALLELISM"]) == ([], "true")
+
+
+def test_a_process_that_is_ended_from_outside_is_an_error(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_several_processes(monkeypatch)
+    monkeypatch.setattr(encoding, "_begin", lambda _: os._exit(9))
+    with pytest.raises(DataError, match="a process that tokenised rows was ended from outside"):
+        tokenize(rows(ROWS_OF_CHATS), tokenizer, max_seq_length=500, cache_folder=tmp_path)
 
 
 ROWS_OF_CHATS = [
