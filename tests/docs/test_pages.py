@@ -85,7 +85,7 @@ OF_ACCELERATE = {
     **dict.fromkeys(("prepare", "prepare_model", "unwrap_model", "free_memory", "model_has_dtensor"), "prepare"),
     **{name: f"`{name}`" for name in ("skip_first_batches", "autocast", "no_sync", "backward", "reduce")},
     **dict.fromkeys(("log_with", "trackers", "init_trackers", "project_configuration"), "`log`"),
-    **dict.fromkeys(("gather_object", "broadcast_object_list"), "processes"),
+    **dict.fromkeys(("process_index", "gather_object", "broadcast_object_list"), "processes"),
 }
 
 
