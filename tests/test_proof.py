@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.proof import MOVED_AT, SAVE_STEPS, Form, Proof, prove
-from tests.support.children import START
 from tests.support.story_rows import write_stories
 
 TINY = Form((2e-3, 8e-3), (4,), steps=12, rows=4, validation=8, test=8, rivals=0, by_steps=True)
@@ -33,9 +32,8 @@ if "STAND_AFTER" in os.environ:
 def test_a_job_that_is_killed_wiped_and_moved_ends_with_the_bytes_of_an_undisturbed_one(
     narrow_base: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "stand.py").write_text(STAND)
-    monkeypatch.setenv("PYTHONPATH", str(START), prepend=os.pathsep)
-    monkeypatch.setenv("AT_START", str(tmp_path / "stand.py"))
+    (tmp_path / "sitecustomize.py").write_text(STAND)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     stories = write_stories(tmp_path / "stories", 40)
     assert prove(TINY, narrow_base, stories, tmp_path, seed=0)
     shown = capsys.readouterr().out

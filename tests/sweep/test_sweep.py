@@ -23,6 +23,7 @@ from ci_llm.core.run_status import read_status
 from ci_llm.run import loop
 from ci_llm.run.end import attempt
 from ci_llm.sweep.sweep import Sweep
+from tests.support.campaign import drawn
 from tests.sweep.trials import KEYS, LOADED, by_hand, called, facts, record, single, words
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import _leaves, differences
@@ -173,11 +174,14 @@ def test_killed_inside_of_every_segment(server: ForkServer, undisturbed: Path, n
 
 @pytest.mark.parametrize(
     ("place", "number"),
-    [
-        ("ci_llm.checkpoints.checkpoint.commit", 1),
-        ("ci_llm.checkpoints.manager.CheckpointManager.finish", 3),
-        ("ci_llm.sweep.runner.new_folder", 1),
-    ],
+    drawn(
+        [
+            ("ci_llm.checkpoints.checkpoint.commit", 1),
+            ("ci_llm.checkpoints.manager.CheckpointManager.finish", 3),
+            ("ci_llm.sweep.runner.new_folder", 1),
+        ],
+        1,
+    ),
 )
 def test_killed_between_segments(
     server: ForkServer, undisturbed: Path, new_folder: Folder, place: str, number: int
