@@ -17,6 +17,7 @@ CiLlmError                  exit 1
     ├── NonFinite           numbers that are not finite, again and again
     ├── OutOfMemory         one row at a time does not fit
     ├── Hang                no progress for too long
+    ├── RewardFailed        a reward raises, takes too long, or gives no numbers
     └── AllTrialsFailed     exit 2: no trial of a sweep had finite numbers: its spaces must change
 """
 
@@ -161,6 +162,12 @@ class Hang(GivenUp):
     """The run has made no progress for too long."""
 
     reason = "hang"
+
+
+class RewardFailed(GivenUp):
+    """A function that rewards completions raises, takes too long, or does not return numbers."""
+
+    reason = "reward"
 
 
 class AllTrialsFailed(GivenUp):

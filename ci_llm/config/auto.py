@@ -95,5 +95,7 @@ def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
     yield "max_train_samples", 100 if few else None, why
     by_epochs = not few or "epochs" in c.model_fields_set
     yield "max_train_steps", None if by_epochs else 260, f"epochs {c.epochs:g} decides" if by_epochs else why
+    yield "beta", 0.0 if c.objective == "grpo" else 0.1, ""
+    yield "max_completion_length", AUTO, ""  # by the prompts
     yield "objective", AUTO, ""  # by the columns
     yield "max_new_tokens_eval", AUTO, ""  # by the references that are asked for

@@ -135,7 +135,7 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         problems += [clashing(clash, given) for clash in find_clashes(self)]
         if problems:
             raise error_of(problems)
-        allow_import(self.objective)
+        self.allow_imports()
 
     def __setattr__(self, name: str, value: object) -> None:
         what = f"{name} cannot be set: a configuration is read-only"
@@ -146,6 +146,11 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         if not isinstance(other, Config):
             return NotImplemented
         return self.__dict__ == other.__dict__ and self._without_effect == other._without_effect
+
+    def allow_imports(self) -> None:
+        """Let the functions be imported that somebody named who typed this configuration, or wrote its file."""
+        for name in (self.objective, *(self.rewards or ())):
+            allow_import(name)
 
     def settle_auto(self) -> None:
         """Put a value in place of auto, before anybody reads the configuration."""

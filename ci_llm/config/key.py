@@ -39,7 +39,9 @@ def _joined(value: object) -> object:
 
 def _as_tuple(value: object) -> object:
     """A list as a tuple; text as the command line reads it: a name alone is a list of one, as in Transformers."""
-    value = [part.strip() for part in value.strip("[]").split(",")] if isinstance(value, str) else value
+    if isinstance(value, str):
+        whole = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+        value = [part.strip() for part in whole.split(",")]
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -52,6 +54,7 @@ Text = Annotated[str, StringConstraints(min_length=1)]
 PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # a file has no shell that expands `~`
 Sources = Annotated[PathText, BeforeValidator(_joined), SeveralMark()]
 Weights = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1), BeforeValidator(_as_tuple)]
+Factors = Annotated[tuple[float, ...], MinLen(1), BeforeValidator(_as_tuple)]
 Names = Annotated[tuple[Text, ...], MinLen(1), BeforeValidator(_as_tuple)]
 Numbers = Annotated[tuple[Annotated[int, Ge(0)], ...], MinLen(1), BeforeValidator(_as_tuple)]
 Day = Annotated[str, BeforeValidator(_as_day)]
@@ -61,6 +64,8 @@ Size = Annotated[int, Ge(0)]
 Amount = Annotated[float, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 Share = Annotated[float, Ge(0), Le(1)]
+TopShare = Annotated[float, Gt(0), Le(1)]
+Several = Annotated[int, Ge(2)]
 Dropout = Annotated[float, Ge(0), Lt(1)]
 Seconds = Annotated[float, Gt(0), Le(10**9), DurationMark()]  # 31 years: dates beyond overflow
 # To read, these are numbers: config/auto.py puts one where `auto` is written, run/start/loading.py where rows decide.
@@ -68,11 +73,13 @@ if TYPE_CHECKING:
     AutoCount = int
     AutoLength = int
     AutoRate = float
+    AutoAmount = float
     AutoLimit = int | None
 else:
     AutoCount = Count | Literal["auto"]
     AutoLength = Annotated[int, Ge(2)] | Literal["auto"]
     AutoRate = Positive | Literal["auto"]
+    AutoAmount = Amount | Literal["auto"]
     AutoLimit = Count | Literal["auto"] | None
 # The values of these keys are the modules of a package, so that a new one needs no edit here.
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from ci_llm.config.problems import Problem, by_key, clashing, error_of, expanded
 from ci_llm.config.schema import FOUND
 from ci_llm.config.validation import find_clashes
 from ci_llm.config.yaml_file import SECTION, read_yaml
-from ci_llm.core.imports import allow_import
 from ci_llm.errors import ConfigError
 
 IN_CALL: Final = "train(...)"
@@ -163,7 +162,7 @@ def build_reading(
         lines.append(f"{file.section.where}: the section {SECTION} is for `ci-llm sweep`")
     own = take_own_entries(sources, problems)
     config = _build(parsing.merge_sources(*sources), own, problems, check)
-    allow_import(config.objective)
+    config.allow_imports()
     return Reading(config, (*lines, *own.lines))
 
 

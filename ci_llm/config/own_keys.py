@@ -26,6 +26,7 @@ _WHY_GROUP: Final[Mapping[type, str]] = {
     schema.BaseModelKeys: "one frozen base carries all agents",
     schema.AgentKeys: "it is about all agents together",
     schema.ObjectiveKeys: "it is about all agents together",
+    schema.RewardKeys: "completions of all agents are drawn and judged alike",
     schema.DataKeys: "the data of all agents are read alike",
     schema.TrainingKeys: "all agents take their steps together, with one optimizer",
     EvaluationKeys: "all agents are evaluated together",

@@ -290,7 +290,8 @@ def _read_list(kind: _Kind, raw: Scalar) -> object:
     """`a,b` and `[a, b]` as written on a command line; none is the empty list."""
     if raw.is_null:
         return ()
-    names = raw.text.strip().removeprefix("[").removesuffix("]").split(",")
+    text = raw.text.strip()
+    names = (text[1:-1] if text.startswith("[") and text.endswith("]") else text).split(",")  # [0-4] may end a pattern
     return _read_items(kind, Items(tuple(Scalar(name.strip(" '\"")) for name in names)))
 
 

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from ci_llm.config.key import (
     Aggregator,
     Amount,
+    AutoAmount,
     AutoCount,
     AutoLength,
     AutoLimit,
@@ -24,17 +25,21 @@ from ci_llm.config.key import (
     Day,
     Diversity,
     Dropout,
+    Factors,
     Keys,
     Names,
     Numbers,
     Objective,
     PathText,
     Positive,
+    Seconds,
     Seed,
+    Several,
     Share,
     Size,
     Sources,
     Text,
+    TopShare,
     Weights,
     exact,
     free,
@@ -141,19 +146,20 @@ class ObjectiveKeys(Keys):
 
     objective: Objective = exact(
         "auto",
-        "what is learned: sft, dpo, orpo, simpo, kto, reward, classification, regression, or module:name;"
+        "what is learned: sft, dpo, orpo, simpo, kto, grpo, reward, classification, regression, or module:name;"
         " auto: by the columns (docs/objectives.md)",
         evaluable=True,
     )
-    beta: Positive = exact(
-        0.1,
-        "weight of dpo, kto, orpo and simpo: more holds agents nearer to the base, or weighs odds more",
+    beta: AutoAmount = exact(
+        "auto",
+        "weight of dpo, kto, orpo, simpo and grpo: more holds agents nearer to the base, or weighs odds more;"
+        " auto: 0 in grpo, else 0.1",
         own=16,
     )
     loss_type: Names | None = exact(
         None,
         "form of dpo: sigmoid, robust, ipo, hinge, sigmoid_norm, apo_zero, sft or a list; of kto: kto or"
-        " apo_zero_unpaired; null: the first",
+        " apo_zero_unpaired; of grpo: dapo, grpo or dr_grpo; null: the first",
     )
     loss_weights: Weights | None = exact(None, "weight of each of several loss_type of dpo; null: 1 each")
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = exact(
@@ -165,7 +171,7 @@ class ObjectiveKeys(Keys):
     cpo_alpha: Amount = exact(1.0, "weight of the next-token loss of the chosen answer in simpo; 0: the paper's SimPO")
     reference: Literal["base", "start"] = exact(
         "base",
-        "what dpo and kto compare agents with: base, or start, the adapters of init_from",
+        "what dpo, kto and grpo compare agents with: base, or start, the adapters of init_from",
     )
     center_rewards_coefficient: Amount | None = exact(
         None, "in reward, weight of the squared sum of a pair's two rewards"
@@ -189,6 +195,34 @@ class ObjectiveKeys(Keys):
         " answers (majority, weighted_vote, rerank, self_consistency)",
         evaluable=True,
     )
+
+
+class RewardKeys(Keys):
+    """Rewards, and the completions that they judge (docs/objectives.md)"""
+
+    rewards: Names | None = exact(
+        None,
+        "what grpo rewards: exact_match, final_number, regex:PATTERN, length, module:function, or a list",
+        evaluable=True,
+    )
+    reward_weights: Factors | None = exact(
+        None, "weight of each of several rewards; 0: only logged; null: 1 each", evaluable=True
+    )
+    num_generations: Several = exact(8, "completions of each agent for a prompt, which are compared")
+    max_completion_length: AutoCount = exact(
+        "auto", "tokens of a completion at most; auto: 512, or what the longest prompt leaves of the base's positions"
+    )
+    temperature: Positive = exact(1.0, "temperature of completions, and of their log-probabilities", own=24)
+    top_p: TopShare = exact(1.0, "draw from the likeliest tokens that have this share together; 1: all")
+    top_k: Size = exact(0, "draw from this many tokens, the likeliest; 0: all")
+    min_p: Share | None = exact(None, "draw from tokens with at least this share of the likeliest's probability")
+    scale_rewards: Literal["group", "batch", "none"] = exact(
+        "group", "standard deviation that divides an advantage: that of its group, of the batch, or none"
+    )
+    use_bias_correction_kl: bool = exact(True, "weigh the divergence of grpo by the policy ratio, for its gradient")
+    mask_truncated_completions: bool = exact(False, "learn nothing from completions that were cut")
+    reward_timeout: Seconds | None = free(None, "seconds that a reward may take for a prompt's completions; null: any")
+    log_completions: bool = free(False, "write all completions with their rewards to completions/*.parquet")
 
 
 class DataKeys(Keys):
@@ -343,6 +377,7 @@ class AllKeys(
     EvaluationKeys,
     TrainingKeys,
     DataKeys,
+    RewardKeys,
     ObjectiveKeys,
     AgentKeys,
     BaseModelKeys,

@@ -87,6 +87,7 @@ def objective_clashes(c: KeysOfEach) -> Iterator[Clash]:
     if c.reference == "start" and c.init_from is None:
         what = "agents begin as the base, unless init_from names adapters to start from"
         yield Clash(("reference", "init_from"), what, "reference=base, or init_from=FOLDER")
+    yield from _reward_clashes(c)
     if c.objective == "sft":
         if c.text_column and c.answer_column:
             what = "answer_column beside text_column names labels, and objective sft learns none"
@@ -100,6 +101,34 @@ def objective_clashes(c: KeysOfEach) -> Iterator[Clash]:
         if holds:
             what = f"{key} is for objective sft, and this is {c.objective}: {why}"
             yield Clash((key, "objective"), what, f"{key}={usual}")
+
+
+def _reward_clashes(c: KeysOfEach) -> Iterator[Clash]:
+    """What the objective that draws completions lacks, and what others do not take."""
+    if c.objective != "grpo":
+        if any(own.beta == 0 for own in c.each_agent):
+            what = f"beta 0 is for objective grpo, and this is {c.objective}"
+            yield Clash(("beta", "objective"), what, "beta=0.1, or leave it out")
+        return
+    if not c.rewards:
+        what = "objective grpo learns by rewards, and none is named"
+        hint = "rewards=final_number, exact_match, regex:PATTERN, length or module:function, or a list of them"
+        yield Clash(("objective", "rewards"), what, hint)
+    if c.rewards and c.reward_weights and len(c.rewards) != len(c.reward_weights):
+        what = f"reward_weights has {len(c.reward_weights)} for {len(c.rewards)} of rewards"
+        yield Clash(("reward_weights",), what, "give each reward one weight")
+    if c.reward_weights and not any(c.reward_weights):
+        yield Clash(
+            ("reward_weights",), "every weight is 0, so that nothing is learned", "give a reward another weight"
+        )
+    if c.loss_type and "bnpo" in c.loss_type:
+        what = (
+            "loss_type bnpo weighs tokens by the split into micro-batches and processes; over a whole step it is dapo"
+        )
+        yield Clash(("loss_type",), what, "loss_type=dapo, which is the default")
+    if any(own.row_weights != "uniform" for own in c.each_agent):
+        what = "row_weights bootstrap weighs rows to learn, and completions have advantages"
+        yield Clash(("row_weights", "objective"), what, "row_weights=uniform")
 
 
 def _mirror_clashes(c: KeysOfEach) -> Iterator[Clash]:

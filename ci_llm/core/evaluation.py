@@ -65,7 +65,7 @@ NOBODY: Final = Figure((), None)
 
 @dataclass(frozen=True)
 class Judgement:
-    """The figures of n pairs, rated rows, classes or numbers; see `ci_llm.core.scores.METRICS`.
+    """The figures of n pairs, rated rows, classes, numbers or prompts; see `ci_llm.core.scores.METRICS`.
 
     Attributes:
         temperature: the temperature of the crowd's class probabilities, if it is not 1.
@@ -82,6 +82,8 @@ class Judgement:
     mse: Figure | None = None
     mae: Figure | None = None
     r2: Figure | None = None
+    reward: Figure | None = None
+    sampled_reward: Figure | None = None
 
 
 @dataclass(frozen=True)
@@ -212,10 +214,10 @@ class Evaluation:
     Attributes:
         task: the name of the data set; `data` are its parts, for people.
         rows_trained_on: which of the rows were trained on.
-        measured_by: generated answers, heads, or teacher-forced solutions.
+        measured_by: generated answers, heads, teacher-forced solutions, or rewards of answers.
         judged_by: `nll` for free text and for numbers, which no answer matches exactly.
         exact_match: the share of right answers, whole solutions, classes or pairs, by `measured_by`.
-        nll: nats per target token, teacher-forced; for heads the loss of a row.
+        nll: nats per target token, teacher-forced; for heads the loss of a row, for rewards minus the reward.
         step: the optimizer step of the weights; None for a base alone.
         names: the agents' names by the configuration; empty if it gives none.
         folders: their names in checkpoints, if these have gaps.
@@ -230,7 +232,7 @@ class Evaluation:
     rows_trained_on: Literal["none", "some", "all"]
     aggregator: str
     n: int
-    measured_by: Literal["generation", "heads", "teacher_forcing"]
+    measured_by: Literal["generation", "heads", "teacher_forcing", "rewards"]
     judged_by: JudgedBy
     exact_match: Figure
     nll: Figure
@@ -241,6 +243,7 @@ class Evaluation:
     preferences: Judgement | None = None
     classes: Judgement | None = None
     numbers: Judgement | None = None
+    rewards: Judgement | None = None
     names: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
     learning_rates: tuple[float, ...] = ()
@@ -279,6 +282,8 @@ class Evaluation:
     @property
     def measures(self) -> Measures:
         """The measures of the objective that the agents were trained for, as far as the figures tell."""
+        if self.measured_by == "rewards":
+            return measures_of("grpo")
         pairs, heads = self.preferences, self.measured_by == "heads"
         if pairs is None:
             return measures_of("sft" if not heads else "regression" if self.is_free_text else "classification")

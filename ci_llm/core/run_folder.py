@@ -379,11 +379,13 @@ BEST: Final = "best"
 LAUNCH_TOKEN: Final = ".launch-"
 #: A base that no other folder has; see `ci_llm/base/load.py`.
 BASE_MODEL: Final = "base_model"
+#: A folder of completions with their rewards, a file for each step and process.
+COMPLETIONS: Final = "completions"
 #: What a run leaves in its folder. When the run is moved aside, everything else stays where it is.
 OF_A_RUN: Final = (
     *("checkpoint_step_*", "final_checkpoint", "quarantine", "superseded", ATTEMPTS, BEGINNING, RECOVERY),
     *("status.json", "training.log", "metrics.jsonl", EVALUATION, "gpu_stats.json"),
-    *("tensorboard", "requests", CROWD_CHANGES, SKIPPED_BATCHES, BASE_MODEL),
+    *("tensorboard", "requests", COMPLETIONS, CROWD_CHANGES, SKIPPED_BATCHES, BASE_MODEL),
     *("report.html", "predictions.jsonl", "predictions.source.json", "calibration.json", PUSH_RECORD),
 )
 #: Other files of a run and of a sweep, which stay where they are. `BEST` is a likely name of a run.

@@ -39,6 +39,8 @@ METRICS: Final[Mapping[str, Metric]] = {
     "mse": Metric("mean squared error", "numbers", greater=False),
     "mae": Metric("mean absolute error", "numbers", greater=False),
     "r2": Metric("R²", "numbers"),
+    "reward": Metric("reward", "rewards"),
+    "sampled_reward": Metric("reward of samples", "rewards"),
 }
 
 
@@ -73,12 +75,14 @@ class Measures:
 
 _PAIRS, _CLASSES = ("rewards/accuracies", "rewards/margins"), ("f1", "auroc", "calibration_error")
 _RATED, _NUMBERS = ("rewards/auroc", "rewards/margins"), ("mse", "mae", "r2")
+_REWARDS = "reward", "sampled_reward"
 _BY_OBJECTIVE: Final[Mapping[str, Measures]] = {
     "sft": Measures(),
     "pairs": Measures(_PAIRS, _PAIRS[0], trained="loss per pair"),
     "kto": Measures(_RATED, _RATED[0], trained="loss per row"),
     "reward": Measures(_PAIRS, right="accuracy", loss="nats per pair", trained="loss per pair"),
     "classification": Measures(_CLASSES, right="accuracy", loss="nats per row", trained="nats per row"),
+    "grpo": Measures(_REWARDS, _REWARDS[0], right="share of reward 1", loss="minus the reward", trained="loss of GRPO"),
     "regression": Measures(_NUMBERS, right="accuracy", loss="squared error", trained="squared error"),
 }
 

@@ -263,7 +263,7 @@ def rank(objective: Preferences, batches: Iterable[Batch], stop: Callable[[], bo
             if stop():
                 return None
             batch = batch.to(crowd.device)
-            rewards = objective.objective.rewards(objective.evidence(crowd(batch)))
+            rewards = objective.objective.answer_rewards(objective.evidence(crowd(batch)))
             assert batch.labels is not None
             parts.append(Ranking(rewards.unflatten(1, (batch.num_units, -1)).cpu(), (batch.labels > 0).cpu()))
     width = 2 if objective.objective.needs.rows == "pairs" else 1  # a process may have no unit

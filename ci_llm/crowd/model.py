@@ -57,7 +57,7 @@ class CrowdOutput:
         log_probs: [n, S] log-probability of every target under every agent, in nats; fp32, or fp64 on an fp64 base.
         states: [n, N, D] final hidden states, in packed order.
         values: [n, R, outputs] what the agents' heads compute for each row, if they have heads and the rows have
-            labels; `log_probs` then is [n, 0].
+            labels; `log_probs` then is [n, 0], and of drawn completions as well: an agent has its own temperature.
     """
 
     agents: tuple[int, ...]
@@ -232,6 +232,8 @@ class CrowdModel(nn.Module):
         if self.settings.outputs and batch.labels is not None:
             values = self.storage.values(states[:, batch.last_tokens], agents)
             return CrowdOutput(agents, batch, states[:, :0, 0].float(), states, values)
+        if batch.advantages is not None:
+            return CrowdOutput(agents, batch, states[:, :0, 0].float(), states)
         return CrowdOutput(agents, batch, self._log_probs(states, batch, self._cast_head(states)), states)
 
     def _cast_head(self, states: Tensor) -> passes.Head:
@@ -243,33 +245,44 @@ class CrowdModel(nn.Module):
             shared.head = self.head.to(compute_dtype(states))
         return shared.head
 
-    def _log_probs(self, states: Tensor, batch: Batch, head: passes.Head) -> Tensor:
-        of_chunk = kernels.fast_chunk if "head" in self.fast else passes.plain_chunk
+    def _log_probs(
+        self, states: Tensor, batch: Batch, head: passes.Head, of_chunk: passes.OfChunk | None = None
+    ) -> Tensor:
+        of_chunk = of_chunk or (kernels.fast_chunk if "head" in self.fast else passes.plain_chunk)
         return passes.target_log_probs(states[:, batch.predict_from], batch.targets, head, of_chunk)
 
+    def log_probs_by(self, states: Tensor, batch: Batch, of_chunk: passes.OfChunk) -> Tensor:
+        """The log-probability [n, S] of every target for states [n, N, D], by the arithmetic of a chunk."""
+        return self._log_probs(states, batch, self._cast_head(states), of_chunk)
+
     @torch.no_grad()
-    def reference(self, agents: tuple[int, ...], batch: Batch) -> Tensor:
+    def reference(self, agents: tuple[int, ...], batch: Batch, of_chunk: passes.OfChunk | None = None) -> Tensor:
         """The reference log-probability of every target, with which agents are compared.
+
+        Args:
+            of_chunk: the arithmetic of a chunk, if it is not the usual one; the result is not shared then.
 
         Returns:
             [1, S] under the base without agents, computed once for the passes of all agents; or, if agents are compared
             with their `start`, [n, S] under the start of each of these n agents.
         """
         if self.start is not None:
-            return self._under_start(self.start, agents, batch)
-        known: dict[int, Tensor] = {} if self._shared is None else self._shared.references
+            return self._under_start(self.start, agents, batch, of_chunk)
+        known: dict[int, Tensor] = {} if self._shared is None or of_chunk else self._shared.references
         if id(batch) not in known:
-            known[id(batch)] = self._log_probs(self._states((), batch), batch, self.head)
+            known[id(batch)] = self._log_probs(self._states((), batch), batch, self.head, of_chunk)
         return known[id(batch)]
 
-    def _under_start(self, start: Tensor, agents: tuple[int, ...], batch: Batch) -> Tensor:
+    def _under_start(
+        self, start: Tensor, agents: tuple[int, ...], batch: Batch, of_chunk: passes.OfChunk | None
+    ) -> Tensor:
         """`reference` under the weights with which agents began, without dropout."""
         weights = self.storage.weights.data  # so that autograd does not see the change
         own = weights.clone()
         try:
             weights.copy_(start)
             with self.evaluating():
-                return self._log_probs(self._states(agents, batch), batch, self.head)
+                return self._log_probs(self._states(agents, batch), batch, self.head, of_chunk)
         finally:
             weights.copy_(own)
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ci_llm.crowd.model import CrowdModel, CrowdOutput
-from ci_llm.crowd.objective import Objective as NextToken
 from ci_llm.crowd.objective import StepLoss, bootstrap_weights, of_all
 from ci_llm.data.batches import Batch
 from ci_llm.objectives import Evidence, Metrics, Objective, for_agents, pairs
@@ -132,10 +131,6 @@ def _index(agents: tuple[int, ...]) -> slice | list[int]:
     return slice(first, end) if agents == tuple(range(first, end)) else [*agents]
 
 
-#: The objective of a run.
-TrainedObjective = NextToken | Preferences
-
-
 def row_sums(values: Tensor, batch: Batch) -> Tensor:
     """Sum values [K, S] of targets to [K, R] fp64 of rows, row by row, as `index_add` has no fixed order on a GPU."""
     return torch.stack([part.double().sum(-1) for part in values.split(list(batch.target_counts), dim=-1)], dim=-1)
@@ -150,7 +145,7 @@ def _measured(objective: Objective, e: Evidence) -> Metrics:
         found["kl"] = e.kl[:, 0] * e.sums.shape[1], float(e.sums.shape[1])
     if objective.needs.rows == "labelled":
         return found
-    rewards = objective.rewards(e)
+    rewards = objective.answer_rewards(e)
     for kind, values in (("rewards", rewards), *((("logps", e.sums),) if e.values is None else ())):
         better, worse = pairs(values)
         sides: list[tuple[Tensor, Tensor | float]] = [(better, better.shape[1]), (worse, worse.shape[1])]

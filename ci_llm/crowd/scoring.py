@@ -41,9 +41,11 @@ class Scores:
     """The scores of n rows; index K stands for the crowd.
 
     Attributes:
-        right: [K+1, n] bool, exact match; for heads whether the class, or the order of a pair, is right.
-        nll: [K+1, n] fp64, nats summed over the targets of the row; for heads the loss of the row.
-        tokens: [n] int64, the number of targets of the row; 1 for heads.
+        right: [K+1, n] bool, exact match; for heads whether the class, or the order of a pair, is right; for rewards
+            whether it is 1.
+        nll: [K+1, n] fp64, nats summed over the targets of the row; for heads the loss of the row, for rewards minus
+            the reward.
+        tokens: [n] int64, the number of targets of the row; 1 for heads and rewards.
         own: per agent the rows that score it, if agents are evaluated on rows of their own; empty if all rows score all
             agents. All rows score the crowd.
         judged: the judgement of pairs, rated or labelled rows of the same data; None for an objective of single rows.
@@ -192,7 +194,7 @@ def fields_of(scores: Scores, answers: AnswerScores | None, *, heads: bool) -> d
         heads: whether heads, and no tokens, were scored.
     """
     n, exact_match = scores.right.shape[1], _shares(scores.right, scores.own)
-    found: dict[str, Any] = {"n": n, "exact_match": exact_match, "measured_by": "heads" if heads else "teacher_forcing"}
+    found: dict[str, Any] = {"n": n, "exact_match": exact_match, "measured_by": _measured_by(scores, heads=heads)}
     if answers is not None:
         found |= {"n": answers.right.shape[1], "exact_match": answers.shares, "measured_by": "generation"}
         found |= {"asked": answers.asked, "teacher_forced": TeacherForced(n, exact_match)}
@@ -201,6 +203,12 @@ def fields_of(scores: Scores, answers: AnswerScores | None, *, heads: bool) -> d
     *agents, crowd = scores.mean_nll
     mean, best = map(scores.nll_gain, ("mean", "best"))
     return {**found, "nll": Figure(tuple(agents), crowd, crowd_minus_mean=mean, crowd_minus_best=best)}
+
+
+def _measured_by(scores: Scores, *, heads: bool) -> str:
+    if scores.judged is not None and scores.judged.part == "rewards":
+        return "rewards"
+    return "heads" if heads else "teacher_forcing"
 
 
 def _shares(right: Tensor, own: Sequence[slice], vote: Tensor | None = None) -> Figure:
@@ -246,6 +254,8 @@ MOST_WORDS: Final = 8
 def judged_by(rows: Examples, prompter: Prompter, heads: int = 0) -> JudgedBy:
     """The measure for these rows: exact match, or NLL for free text and for numbers, which are never exactly right.
 
+    Prompts alone are judged by rewards, of which the loss is the negative.
+
     Rows are free text if at least half of them ask nothing, as plain text, or have answers in several turns, or if
     their right answers have more than `MOST_WORDS` words in the median. 64 evenly spread rows are examined.
 
@@ -253,6 +263,8 @@ def judged_by(rows: Examples, prompter: Prompter, heads: int = 0) -> JudgedBy:
         heads: how many numbers each agent's head computes; 0 for agents without heads.
     """
     looked = [rows[number] for number in _spread(range(len(rows)), 64)]
+    if isinstance(looked[0], Unit) and looked[0].is_prompt:
+        return "nll"
     if heads:
         return "nll" if heads == 1 and isinstance(looked[0], Unit) and len(looked[0].spans) == 1 else "exact_match"
     asked = [row for row in looked if _has_question(row) and last_answer(row).start == int(row.supervised.argmax())]
@@ -524,4 +536,7 @@ def parts_of_rows(scores: Scores, answers: AnswerScores | None) -> dict[str, lis
     weights, nll = scores.tokens / scores.tokens.double().mean(), scores.nll[:-1] / scores.tokens.double().mean()
     right = scores.right[:-1] if answers is None else answers.right[:-2]
     by_row = nll - nll.mean(1, keepdim=True) * (weights - 1)
-    return {"nll": by_row.tolist(), "exact_match": right.double().tolist()}
+    found = {"nll": by_row.tolist(), "exact_match": right.double().tolist()}
+    if _measured_by(scores, heads=False) == "rewards":
+        found |= {"reward": (-scores.nll[:-1]).tolist()}
+    return found

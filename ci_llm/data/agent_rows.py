@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -157,7 +157,7 @@ class Lengths:
         mean, spread: their mean and standard deviation.
         learned: share of them that is learned.
         sampled: whether rows were tokenised as the run will do it; else this is an upper bound.
-        branches: rows of a pass for each row of the data set: two for a pair.
+        branches: rows of a pass for each row of the data set: two for a pair, and of a prompt its completions.
     """
 
     mean: float
@@ -174,6 +174,11 @@ class Lengths:
         tokens, learned = [len(row.input_ids) for row in passed], sum(int(row.supervised.sum()) for row in passed)
         spread, branches = statistics.pstdev(tokens), len(passed) // len(rows)
         return cls(statistics.mean(tokens), spread, max(tokens), learned / sum(tokens), branches=branches)
+
+    def with_completions(self, count: int, tokens: int) -> Lengths:
+        """The lengths at worst where agents draw so many completions of each prompt, of at most so many tokens."""
+        learned = tokens / (self.mean + tokens)
+        return replace(self, mean=self.mean + tokens, longest=self.longest + tokens, learned=learned, branches=count)
 
     def longest_in_batch(self, rows: int) -> int:
         """Tokens per row to expect of the longest among thousands of micro-batches of `rows` rows."""

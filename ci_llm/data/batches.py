@@ -51,6 +51,9 @@ class Batch:
         labels: fp64, for each of `sample_ids`; see `Unit.label`.
         shared: B ints, the tokens at the beginning of each row that are those of the row before it, of the same unit;
             fewer than either has. A pass may compute them once. Empty: none are.
+        advantages: fp64 [B], of completions that an agent has drawn; None for other rows.
+        weights: fp64 [B], the weight of the loss of each of their tokens; 0 where none is learned.
+        counted: what they add to the number that divides the sum of these losses.
     """
 
     input_ids: Tensor
@@ -65,6 +68,9 @@ class Batch:
     answered: Tensor | None = None
     labels: Tensor | None = None
     shared: tuple[int, ...] = ()
+    advantages: Tensor | None = None
+    weights: Tensor | None = None
+    counted: int = 0
 
     @property
     def num_rows(self) -> int:

@@ -16,6 +16,8 @@ rejected                may be a question, instruction or conversation
 prompt + completion +   as prompt + completion, or messages whose last    Rated
 label, or kto_tag       answer is meant; label: good or not
 text + label            a text or a chat; label: a class, or a number     Labelled
+prompt                  as above, or messages, whose answer at the end    Prompted
+                        is left out; rewards read the other columns
 
 `_DIALECTS` has the columns of each in full. They are recognised in any case, and with spaces around them.
 """
@@ -38,6 +40,7 @@ from ci_llm.data.rows import (
     Labelled,
     Message,
     Pair,
+    Prompted,
     Rated,
     RawRow,
     Row,
@@ -217,6 +220,26 @@ def _read_labelled(row: RawRow) -> Row | None:
     return Labelled(found, label)
 
 
+def _read_prompted(row: RawRow) -> Row | None:
+    """What is asked, without an answer; a prompt of text is a text that goes on, whatever else stands in the row."""
+    if "messages" in row:
+        turns = messages_of(row["messages"])
+        while turns and turns[-1].role == "assistant":
+            turns = turns[:-1]
+        turns = turns if not turns or turns[0].role == "system" else (*_system(row), *turns)
+    elif "text" in row and _is_text({**row, "prompt": row["text"]}):
+        text = text_of(row["text"])
+        return Prompted(Completion(None, text)) if text.strip() else None
+    else:
+        row = _opened({"prompt": row.get("text"), **row})
+        turns = _asked(row)
+    if not any(turn.content.strip() for turn in turns):
+        return None
+    if turns[-1].role == "assistant":
+        raise ValueError("the prompt ends with an answer, and agents answer a turn of the user")
+    return Prompted(Chat(turns, len(turns), tools_of(row.get("tools"))))
+
+
 #: Labels of rated rows; 1 and 0 are equal to true and false.
 _GOOD: Final[Mapping[Any, bool]] = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
 
@@ -352,6 +375,12 @@ _DIALECTS: Final = (
     _Dialect(_read_text, "text=TEXTS"),
     _Dialect(_read_rated, f"messages=MESSAGES label {_CHAT}", "rated"),
 )
+#: Prompts, whatever stands beside them: the column prompt holds text or messages, and others what a user asks.
+_PROMPTED: Final = (
+    _Dialect(_read_prompted, f"text=prompt {_CHAT}", "prompts", name="prompt"),
+    _Dialect(_read_prompted, f"messages=MESSAGES {_CHAT}", "prompts"),
+    _Dialect(_read_prompted, f"prompt=PROMPTS {_PARTS}", "prompts"),
+)
 #: What the configuration names by text_column, or by prompt_column and answer_column, of which one may be found.
 _NAMED_TEXT: Final = _Dialect(_read_text, "text")
 _NAMED_PAIR: Final = _Dialect(_read_pair, f"prompt=PROMPTS answer=ANSWERS history? {_CHAT}")
@@ -379,6 +408,11 @@ _JUDGED: Final[Mapping[RowKind, tuple[str, str, str]]] = {
         "text and label",
         "text_column= and answer_column= name others",
     ),
+    "prompts": (
+        "prompts, which agents answer themselves",
+        "a column prompt, question or messages, and what rewards read",
+        "prompt_column= names another one",
+    ),
 }
 #: Columns, in lower case, of rows that no form has in full: without the last of them other things would be learned.
 _HALF_READ: Final = (
@@ -402,7 +436,8 @@ def find_form(columns: Sequence[str], wanted: RowKind | None = "single", known: 
         wanted: what the rows are; None: any kind.
         known: the columns of parts that are named otherwise.
     """
-    fitting = [each for each in _DIALECTS if wanted in (None, each.kind) and known.keys() <= each.needs]
+    dialects = _PROMPTED if wanted == "prompts" else _DIALECTS
+    fitting = [each for each in dialects if wanted in (None, each.kind) and known.keys() <= each.needs]
     form = next(filter(None, (each.found_in(columns, known) for each in fitting)), None)
     if form is None or form.kind != "single":
         return form
@@ -437,6 +472,8 @@ def form_of_columns(
     # Columns that are named in their own case come first: of `Text` and `text` the named one is meant.
     preferred = sorted(columns, key=lambda column: column not in named.values())
     known = {part: (plain(name),) for part, name in named.items()}
+    if wanted == "prompts":  # answers are read by rewards alone
+        known = {part: names for part, names in known.items() if part != "answer"}
     if wanted is not None and wanted in _JUDGED:
         form = _judged_form(preferred, known, where, wanted)
     elif given := {part: names for part, names in known.items() if part != "label"}:

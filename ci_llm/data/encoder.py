@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Labelled, Row, SingleRow, Tokens
+from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Labelled, Prompted, Row, SingleRow, Tokens
 from ci_llm.data.turns import RefusedRowError, Remark, Span, Turns
 from ci_llm.errors import DataError, ModelError
 
@@ -173,6 +173,17 @@ class Encoder:
         ids = self._tokenizer(row.completion, verbose=False)["input_ids"]
         return _example(ids, [False] * len(ids))
 
+    def prompt(self, row: Chat | Completion) -> Example:
+        """A prompt that is answered: a chat with what the template puts before an answer, or a text; with BOS.
+
+        Raises:
+            RefusedRowError: the chat template fails on it.
+        """
+        if isinstance(row, Chat):
+            return self._tokenized(self.turns.prompt(row), [])
+        begin, text = self._tokenizer.bos_token or "", row.completion
+        return self._tokenized(text if text.startswith(begin) else begin + text, [])
+
     def ids(self, text: str) -> list[int]:
         """Token ids of a text that begins as it says itself."""
         return self._ids(text)[0]
@@ -181,7 +192,7 @@ class Encoder:
         """Which template makes this row, in words."""
         if isinstance(row, Tokens):
             return "no chat template: the rows are tokens already"
-        row = row.row if isinstance(row, Labelled) else row
+        row = row.row if isinstance(row, Labelled | Prompted) else row
         if isinstance(row, Completion):
             return "no chat template: the text as it is"
         if not self._tokenizer.chat_template:

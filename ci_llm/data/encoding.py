@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, Final
 
 from ci_llm.data.encoder import Encoder, Example
-from ci_llm.data.rows import Labelled, Row, Rows
+from ci_llm.data.rows import Labelled, Prompted, Row, Rows
 from ci_llm.data.turns import RefusedRowError
 from ci_llm.data.units import branches_of
 from ci_llm.errors import DataError
@@ -56,6 +56,7 @@ def _encoded_there(row: Row | None) -> Encoded:
 
 def _encoded(encoder: Encoder, row: Row | None) -> Encoded:
     encode: Any = encoder.text if isinstance(row, Labelled) else encoder.encode
+    encode = encoder.prompt if isinstance(row, Prompted) else encode
     try:
         return [encode(branch) for branch in branches_of(row)] if row else []
     except RefusedRowError as error:

@@ -150,8 +150,24 @@ class Labelled:
         return None
 
 
+@dataclass(frozen=True)
+class Prompted:
+    """A prompt that agents answer: a chat that ends before the answer, or a text.
+
+    Attributes:
+        digest: of the whole row, whose other columns rewards may read.
+    """
+
+    row: Chat | Completion
+    digest: str = ""
+
+    @property
+    def question(self) -> str | None:
+        return self.row.messages[-1].content if isinstance(self.row, Chat) else self.row.completion
+
+
 SingleRow = Chat | Completion | Tokens
-Row = SingleRow | Pair | Rated | Labelled
+Row = SingleRow | Pair | Rated | Labelled | Prompted
 TrainedOn = Literal["none", "some", "all"]
 #: What a prompt is, if it is a string; and of a chat, whether it ends before a thought that the template begins.
 PromptForm = Literal["chat", "text", "chat without thoughts", "chat with thoughts"]
@@ -236,7 +252,7 @@ class Form:
 
     Attributes:
         name: the form in words, such as `question + answer`.
-        kind: what the rows are: single ones, pairs, rated or labelled ones.
+        kind: what the rows are: single ones, pairs, rated or labelled ones, or prompts.
         columns: the column of the data for each part that `reader` knows.
         reader: makes the canonical row of the parts; returns None for a row in which there is nothing to learn,
             and raises ValueError for a bad one.
@@ -251,6 +267,8 @@ class Form:
 
     def read(self, raw: RawRow) -> Row | None:
         row = self.reader({part: raw.get(column) for part, column in self.columns.items()})
+        if isinstance(row, Prompted):
+            return replace(row, digest=xxhash.xxh3_64_hexdigest(json.dumps(raw, default=str, sort_keys=True).encode()))
         beside = [(name, text) for name in self.beside for text in _texts(raw.get(name))] if row is not None else []
         if beside:
             whole, *read = json.dumps(row, default=_attributes), *_texts([*map(raw.get, self.columns.values())])
@@ -369,6 +387,15 @@ class Rows:
         """Where a row stands in its source, in words."""
         return f"{self.where}, row {self.numbers[number] if self.numbers else number} (counted from 0)"
 
+    def cells(self, number: int) -> tuple[RawRow, str]:
+        """All cells of a row by the names of their columns, and the column that holds its prompt."""
+        return dict(self.raw[number]), next(iter(self.form.columns.values()))
+
+    @property
+    def column_sets(self) -> list[Sequence[str]]:
+        """The columns of every data set among these."""
+        return [self.raw.column_names]  # type: ignore[attr-defined]  # of rows that are joined it is another one
+
     def is_marked(self, number: int) -> bool:
         """Whether a chat has an answer that is marked as not to be learned."""
         column = self.form.columns.get("messages")
@@ -394,8 +421,8 @@ class Rows:
 
 
 def preferred(row: Row | None) -> Row | None:
-    """The row with the answer that is preferred; None for a rated row that is not good, and for one with a label."""
-    if isinstance(row, Labelled):
+    """The row with the answer that is preferred; None for a rated row that is not good, and for a label or a prompt."""
+    if isinstance(row, Labelled | Prompted):
         return None
     if isinstance(row, Rated):
         return row.row if row.good else None

@@ -113,6 +113,16 @@ class _MixedRows(Rows):
         part, row = self.origin.locate(self.numbers[number] if self.numbers else number)
         return part.place(row)
 
+    def cells(self, number: int) -> tuple[Any, str]:
+        assert self.origin is not None
+        part, row = self.origin.locate(self.numbers[number] if self.numbers else number)
+        return part.cells(row)
+
+    @property
+    def column_sets(self) -> list[Sequence[str]]:
+        assert self.origin is not None
+        return [columns for part in self.origin.parts for columns in part.column_sets]
+
     def _read(self, number: int, row: Any) -> Row | None:
         return row  # type: ignore[no-any-return]  # its own data set has read it
 
@@ -237,8 +247,10 @@ def recognised(
         raise empty(where)
     form = form_of_columns(data.column_names, named or {}, where, wanted)
     unused = [column for column in data.column_names if column not in form.columns.values()]
-    left = [f"columns that are not used: {shown(unused)}"] if unused else []
-    rows = Rows(data.select_columns([*dict.fromkeys((*form.columns.values(), *form.beside))]), form, where, (), numbers)
+    whose = "columns for rewards" if form.kind == "prompts" else "columns that are not used"
+    left = [f"{whose}: {shown(unused)}"] if unused else []
+    read = data.column_names if form.kind == "prompts" else (*form.columns.values(), *form.beside)
+    rows = Rows(data.select_columns([*dict.fromkeys(read)]), form, where, (), numbers)
     if fields := rows.unread_fields:
         left.append(f"fields of messages that only a chat template may read: {shown(fields)}")
     return replace(rows, description=(f"{count(len(data), 'row')} of {form.name} from {where}", *left, *description))
@@ -371,12 +383,12 @@ def row_kind(config: Config) -> RowKind | None:
 
 
 def _are_answers(config: Config, split: Part) -> bool:
-    """Whether answers alone are evaluated: heads are scored by pairs and labels, as they are trained."""
+    """Whether answers alone are evaluated: heads are scored by pairs and labels, and rewards judge prompts."""
     if split != "eval" or config.objective in ("auto", "sft"):
         return split == "eval"
     from ci_llm.objectives import head_size  # with torch, as above
 
-    return not head_size(config)
+    return not head_size(config) and row_kind(config) != "prompts"
 
 
 def _is_spread(name: str) -> bool:

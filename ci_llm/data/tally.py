@@ -16,9 +16,9 @@ import numpy as np
 from ci_llm.core.work import counted
 from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.encoding import encoded
-from ci_llm.data.rows import Chat, Completion, Labelled, Pair, PromptForm, Rated, Row, Rows
+from ci_llm.data.rows import Chat, Completion, Labelled, Pair, Prompted, PromptForm, Rated, Row, Rows
 from ci_llm.data.turns import RefusedRowError, Remark
-from ci_llm.data.units import Unit, branches_of, label_of, number_of, unit_of, without_end
+from ci_llm.data.units import Unit, branches_of, label_of, number_of, prompt_of, unit_of, without_end
 from ci_llm.errors import DataError
 
 _MARKED = "marked by weight or loss_weight 0, or by train, training or loss false"
@@ -71,17 +71,20 @@ class Tally:
                 self.refused[str(wholes)] += 1
                 continue
             is_labelled = isinstance(row, Labelled)
-            taught = [len(whole.input_ids) if is_labelled else whole.supervised.any() for whole in wholes]
+            is_bare = isinstance(row, Labelled | Prompted)
+            taught = [len(whole.input_ids) if is_bare else whole.supervised.any() for whole in wholes]
             if row is None or not all(taught):
                 self.left_out["unlearned" if row is None and rows.is_marked(number) else "lacking"] += 1
                 continue
-            if not is_labelled:
+            if not is_bare:
                 self._look_at(branches[0], wholes[0], encoder)
             self.longest = max(self.longest, *(len(whole.input_ids) for whole in wholes))
-            if isinstance(row, Pair | Rated | Labelled):
+            if isinstance(row, Prompted):
+                examples: Iterator[Example] = self._prompt(wholes[0], row)
+            elif isinstance(row, Pair | Rated | Labelled):
                 where = rows.place(number)
                 label = number_of(row.label, self.classes, where) if isinstance(row, Labelled) else label_of(row)
-                examples: Iterator[Example] = self._unit(wholes, label, is_labelled)
+                examples = self._unit(wholes, label, is_labelled)
             else:
                 examples = self._within(row, wholes[0])
             for example in examples:
@@ -123,6 +126,13 @@ class Tally:
             self.labels[label] += is_labelled
             yield unit_of(cut, label, learn_prompt=self.learn_prompt)
 
+    def _prompt(self, whole: Example, row: Prompted) -> Iterator[Unit]:
+        """A prompt, which is never cut: it would ask something else."""
+        if len(whole.input_ids) > self.max_seq_length:
+            self.left_out["answer too far"] += 1
+        else:
+            yield prompt_of(whole, row)
+
     def _look_at(self, row: Row, whole: Example, encoder: Encoder) -> None:
         """Count answers that are marked, and chats that the template makes hard to learn."""
         self.marked += len(row.marked) if isinstance(row, Chat) else 0
@@ -136,7 +146,7 @@ class Tally:
         if self.classes:
             shown = [f"{name} {self.labels[number]}" for number, name in enumerate(self.classes[:20])]
             yield f"rows of each class: {', '.join(shown)}{', ...' if len(self.classes) > 20 else ''}"
-        learned = "" if any(self.labels.values()) else f", {self.targets} of them learned"
+        learned = "" if any(self.labels.values()) or not self.targets else f", {self.targets} of them learned"
         yield f"{self.tokens} tokens in {self.kept_rows} rows{learned}; the longest row has {self.longest}"
         if self.marked:
             yield f"{self.marked} answers are not learned: they are {_MARKED}"
@@ -227,6 +237,7 @@ _LACKING: Final = {
     "text": "empty",
     "pairs": "without two different answers",
     "labelled": "without a text or a label",
+    "prompts": "without a prompt",
 }
 
 

@@ -373,7 +373,7 @@ def _cells(number: int, example: Example, digest: Any) -> tuple[Any, ...]:
 
 
 #: How the first row is shown, where nothing of it is learned.
-_SHOWN_AS: Final = {"labelled": "with its label"}
+_SHOWN_AS: Final = {"labelled": "with its label", "prompts": "which agents answer"}
 
 
 def _shown(example: Example, encoder: Encoder, classes: Sequence[str] = ()) -> str:
@@ -382,6 +382,8 @@ def _shown(example: Example, encoder: Encoder, classes: Sequence[str] = ()) -> s
         texts = [_shown(branch, encoder) for branch in example.branches]
         if len(texts) == 2:
             return " | rejected: ".join(texts)
+        if example.is_prompt:
+            return texts[0]
         label = "good" if example.label else "bad"
         if not example.supervised.any():
             label = classes[int(example.label)] if classes else f"{example.label:g}"

@@ -1,8 +1,8 @@
-"""Pairs, rated and labelled rows: in canonical form, as token ids whose branches lie end to end, and by their labels.
+"""Pairs, rated and labelled rows, and prompts: in canonical form, as token ids whose branches lie end to end.
 
 A branch is a prompt with one of its answers: a pair has two, the chosen one first, and a rated row has one. A labelled
-row has one as well, in which nothing is learned. Classes that are whole numbers keep them, from 0 on; classes with
-names are numbered in alphabetical order.
+row has one as well, in which nothing is learned, and so has a prompt alone. Classes that are whole numbers keep them,
+from 0 on; classes with names are numbered in alphabetical order.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from functools import cached_property
 from typing import Final
 
 import numpy as np
+import xxhash
 
 from ci_llm.data.encoder import Example
-from ci_llm.data.rows import Labelled, Pair, Rated, Row, Rows, SingleRow
+from ci_llm.data.rows import Labelled, Pair, Prompted, Rated, Row, Rows, SingleRow
 from ci_llm.errors import DataError
 
 LEAST_SHARED: Final = 8  # fewer common tokens cost more in products of their own than their second pass does
@@ -30,7 +31,7 @@ class Unit(Example):
     Attributes:
         spans: for each branch where it begins, and where its answer begins.
         label: 1 for a good rated row, 0 for another; for a labelled row the number of its class, or what is to be
-            predicted; of a pair its margin, 0 where it has none.
+            predicted; of a pair its margin, 0 where it has none; of a prompt a digest of its row.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -42,6 +43,11 @@ class Unit(Example):
         ends = [*(start for start, _ in self.spans[1:]), len(self.input_ids)]
         parts = (slice(start, end) for (start, _), end in zip(self.spans, ends, strict=True))
         return [Example(self.input_ids[part], self.supervised[part]) for part in parts]
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether it is a prompt alone."""
+        return self.spans[-1][1] == len(self.input_ids)
 
     @property
     def prompts(self) -> list[int]:
@@ -85,11 +91,18 @@ def unit_of(branches: Sequence[Example], label: float = 0, *, learn_prompt: bool
     return Unit(np.concatenate([b.input_ids for b in branches]), np.concatenate(learned), spans, label)
 
 
+def prompt_of(whole: Example, row: Prompted) -> Unit:
+    """The unit of a prompt; its label is exact in fp64."""
+    count = len(whole.input_ids)
+    digest = xxhash.xxh32_intdigest(row.digest.encode())
+    return Unit(whole.input_ids, whole.supervised, ((0, count),), digest)
+
+
 def branches_of(row: Row) -> list[SingleRow]:
     """The rows that are encoded for a row: itself, unless it is a pair."""
     if isinstance(row, Pair):
         return [row.chosen, row.rejected]
-    return [row.row] if isinstance(row, Rated | Labelled) else [row]
+    return [row.row] if isinstance(row, Rated | Labelled | Prompted) else [row]
 
 
 def label_of(row: Row) -> float:

@@ -15,7 +15,7 @@ from ci_llm.base.load import load_architecture, opened_by, positions_of, require
 from ci_llm.config.own_keys import AUTO
 from ci_llm.core.memory import free_memory
 from ci_llm.core.quantities import duration, short, size
-from ci_llm.data.agent_rows import SAMPLED, EvaluationRows, Lengths, once_each
+from ci_llm.data.agent_rows import SAMPLED, EvaluationRows, once_each
 from ci_llm.data.encoder import naming_template, use_chat_template
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
@@ -25,7 +25,7 @@ from ci_llm.dry_run.environment import scratch_parent
 from ci_llm.errors import ConfigError, ModelError, first_line
 from ci_llm.lora.heads import how_tokenized
 from ci_llm.run.start import cost_model
-from ci_llm.run.start.loading import eval_samples_of, learns_preferred, objective_by_rows, steps_of
+from ci_llm.run.start.loading import completion_length, eval_samples_of, learns_preferred, objective_by_rows, steps_of
 
 #: The memory that CUDA, its libraries and torch take on a GPU for themselves, roughly.
 CUDA_CONTEXT_BYTES = 10**9
@@ -64,7 +64,11 @@ def template(context: CheckContext) -> str:
         seen = max(examples.longest for examples in context.examples)
         context.config = context.config.model_copy(update={"max_seq_length": seen})
     each = {id(examples): examples for examples in context.examples}.values()
-    context.lengths = Lengths.of([examples[number] for examples in each for number in range(len(examples))])
+    if context.config.objective == "grpo":
+        update = completion_length(context.config, context.examples, positions_of(context.shape))
+        context.config = context.config.model_copy(update=update)
+    rows = [examples[number] for examples in each for number in range(len(examples))]
+    context.lengths = cost_model.lengths_of(context.config, rows)
     different = {id(examples): (rows, examples) for rows, examples in zip(context.rows, context.examples, strict=True)}
     lines = [line for found in different.values() for line in _description(context, wanted, *found)]
     return "\n".join([*lines, *(f"auto: {line}" for line in context.config.told_auto())])

@@ -135,6 +135,7 @@ CHECKS: Final = (
     Check("interruption", ("checkpoint",), toy_run.interruption),
     Check("diversity", ("model",), toy_run.diversity),
     Check("generation", ("model",), toy_run.generation),
+    Check("rewards", ("model",), toy_run.rewards),
     Check("conclusion", ("checkpoint", "generation"), toy_run.conclusion),
     Check("storage", ("estimate",), inputs.space),
     Check("time", ("estimate",), inputs.time_needed),

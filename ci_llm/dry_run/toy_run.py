@@ -19,7 +19,8 @@ from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.objective import Objective
-from ci_llm.data.batches import Batch, pack
+from ci_llm.crowd.policy import Policy
+from ci_llm.data.batches import Batch, Owned, pack
 from ci_llm.data.encoder import use_chat_template
 from ci_llm.data.prompts import Prompter, form_of, last_answer
 from ci_llm.data.units import Unit
@@ -245,6 +246,17 @@ def generation(context: CheckContext) -> str:
         )
     shown = trainer.crowd.prompter.text(texts[0]).replace("\n", "⏎")
     return f"{GENERATED_TOKENS} tokens x {len(prompts)} in {duration(took)}, as full passes choose them: {shown!r}"
+
+
+def rewards(context: CheckContext) -> str:
+    """An agent draws the completions of one prompt, and the functions reward them."""
+    run = context.trainer
+    if not isinstance(run.objective, Policy):
+        return f"none: objective {run.config.objective}"
+    rows = run.courses.each[0].rows
+    asked = [Owned((0,), pack([rows[0]], [0]))]
+    rollout = run.rollouts.of_step(run.objective, 0, [asked], run.courses)
+    return "\n".join(line.strip() for line in rollout.lines(run.objective.objective.num_generations))
 
 
 @torch.no_grad()

@@ -36,6 +36,7 @@ from ci_llm.crowd.metrics import Reader
 from ci_llm.crowd.model import default_names
 from ci_llm.crowd.preferences import Preferences
 from ci_llm.crowd.pretrained import located
+from ci_llm.crowd.rewarding import RewardScorer
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.order import share
 from ci_llm.data.rows import Chat
@@ -53,6 +54,8 @@ from ci_llm.evaluation.predictions import (
 )
 from ci_llm.lora import reading
 from ci_llm.objectives import objective_of
+from ci_llm.objectives.grpo import Grpo
+from ci_llm.objectives.grpo.rewards import require_answers, rewards_of
 from ci_llm.report.scores import failed_rows
 
 logger = logging.getLogger(__name__)
@@ -132,7 +135,7 @@ def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progr
             if calibrated is not None:
                 job.crowd.calibration = _calibration(job, rows)
         else:
-            if not job.crowd.settings.outputs:
+            if not job.crowd.settings.outputs and not job.is_rewarded:
                 loading.refuse_unanswerable(job)
             resumed, rows = 0, []
             scores, base = _fitting(job, lambda job: _score(job, progress))
@@ -187,6 +190,8 @@ def _score(job: loading.Job, progress: Progress) -> tuple[scoring.Scores, scorin
 
     The batches are those of a training's evaluation, which does not have gradients either.
     """
+    if job.is_rewarded:
+        return _rewarded(job, progress)
     scores = scoring.score(job.crowd, _batches(job, progress), job.config.aggregator)
     assert scores is not None, "nobody asks to stop"
     if not job.names or job.crowd.settings.outputs:
@@ -194,6 +199,31 @@ def _score(job: loading.Job, progress: Progress) -> tuple[scoring.Scores, scorin
     scores = replace(scores, judged=_ranking(job))
     with job.crowd.without_agents():
         base = scoring.score(job.crowd, _batches(job, progress, "scoring the base"), "probability")
+    assert base is not None, "nobody asks to stop"
+    return scores, base
+
+
+def _rewarded(job: loading.Job, progress: Progress) -> tuple[scoring.Scores, scoring.Scores]:
+    """The rewards of agents and crowd, and of the base alone."""
+    config, total = job.config, len(job.tokenized)
+    longest = config.max_completion_length if config.max_new_tokens_eval == "auto" else config.max_new_tokens_eval
+    objective = objective_of(config.objective, [config], job.crowd.device)
+    assert isinstance(objective, Grpo)
+    rewards = rewards_of(config.rewards or (), config.answer_column, longest)
+    require_answers(rewards, job.tokenized.rows.column_sets, config.answer_column, job.tokenized.rows.where)
+    scorer = RewardScorer(objective, rewards, config.aggregator, longest, config.seed)
+
+    def batches(phase: Phase) -> Iterator[list[int]]:
+        for part in share(range(total), 0, 1, job.batch_size):
+            progress(phase, part[0], total)
+            yield part
+
+    scores = scorer.scores(job.crowd, job.tokenized, batches("answering"))
+    assert scores is not None, "nobody asks to stop"
+    if not job.names:
+        return scores, scores
+    with job.crowd.without_agents():
+        base = replace(scorer, aggregator="probability").scores(job.crowd, job.tokenized, batches("scoring the base"))
     assert base is not None, "nobody asks to stop"
     return scores, base
 
@@ -348,7 +378,7 @@ def _evaluation(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, 
     heads, names = bool(job.crowd.settings.outputs), job.crowd.names
     rates = [own.learning_rate for own in config.each_agent]
     found = scoring.fields_of(scores, right, heads=heads)
-    if right is None and not heads:
+    if right is None and not heads and not job.is_rewarded:
         found |= _text_figures(job, scores, base)
     if not job.names:
         found |= {"exact_match": NOBODY, "nll": NOBODY, "teacher_forced": None}
@@ -372,7 +402,7 @@ def _evaluation(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, 
         folders=tuple(names) if job.names and names != default_names(len(names)) else (),
         learning_rates=tuple(rates) if has_own else (),
         best_agent=scoring.best_agent(scores, right, job.judged_by) if has_best else None,
-        left_out=0 if heads else job.questions.left_out,
+        left_out=0 if heads or job.is_rewarded else job.questions.left_out,
         sureness=sure,
     )
 

@@ -195,6 +195,11 @@ class Job:
     judged_by: JudgedBy
     judged: TokenizedRows | None = None
 
+    @property
+    def is_rewarded(self) -> bool:
+        """Whether rewards judge the answers to prompts."""
+        return self.tokenized.rows.form.kind == "prompts"
+
 
 def default_output(checkpoint: Path | None) -> Path:
     """The predictions file in the folder of the run, where reports look for it, or in the present folder."""
@@ -227,20 +232,25 @@ def load(request: Request, checkpoint: Path | None) -> Job:
     if heads := crowd.settings.outputs:
         _require_no_answers(request, crowd)
     count = config.generation_eval_samples if request.is_of_own_rows else 0
+    is_rewarded = rows.form.kind == "prompts"
     questions = Questions.of(
-        [] if heads else tokenized,
+        [] if heads or is_rewarded else tokenized,
         prompter,
         crowd,
         count or len(tokenized),
         tokenized.whole_below(config.max_seq_length),
         metric=request.metric or "exact_match",
-        sets=_sets(tokenized) if len({*config.evaluated_on}) > 1 and not heads else None,
+        sets=_sets(tokenized) if len({*config.evaluated_on}) > 1 and not (heads or is_rewarded) else None,
     )
     asked = request.metric and len(questions)
     judge: JudgedBy = "exact_match" if asked else judged_by(tokenized, prompter, heads=heads)
     batch_size = request.batch_size or config.batch_size
     judged = None
-    if config.objective not in ("auto", SFT) and not heads and _has_reference(crowd, config, checkpoint):
+    if (
+        config.objective not in ("auto", SFT)
+        and not (heads or is_rewarded)
+        and _has_reference(crowd, config, checkpoint)
+    ):
         judged = _tokenized(load_rows(config, "judged"), crowd, config)
     return Job(request, config, saved, crowd, names, prompter, tokenized, questions, batch_size, judge, judged)
 

@@ -28,7 +28,7 @@ from ci_llm.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-RowKind = Literal["single", "pairs", "rated", "labelled"]
+RowKind = Literal["single", "pairs", "rated", "labelled", "prompts"]
 #: A setting of all agents, or [K, 1] if agents differ.
 Number = float | Tensor
 Metrics = Mapping[str, tuple[Tensor, Tensor | float]]
@@ -39,7 +39,8 @@ class Needs:
     """What an objective needs.
 
     Attributes:
-        rows: single rows, pairs of a better and a worse answer, rows rated good or bad, or texts with a label.
+        rows: single rows, pairs of a better and a worse answer, rows rated good or bad, texts with a label, or prompts
+            alone.
         reference: whether it needs the log-probabilities of the base without agents.
         mismatched: whether it needs `Evidence.kl`, from answers to other prompts in the whole step.
         nll: which next-token loss of the preferred rows it needs: of their answers, or of all their tokens.
@@ -120,7 +121,7 @@ class Objective:
         """The losses [K, U], differentiable in sums, nll and values; their mean over a step is an agent's loss."""
         raise NotImplementedError
 
-    def rewards(self, e: Evidence) -> Tensor:
+    def answer_rewards(self, e: Evidence) -> Tensor:
         """The reward [K, R] of every answer: the number of a head, or the implicit reward. For pairs and rated rows."""
         if e.values is not None:
             return e.values[..., 0]
@@ -152,7 +153,13 @@ class OwnLoss(Objective):
 
 
 #: The objective for each kind of rows, if the configuration says auto.
-BY_ROWS: Final[Mapping[RowKind, str]] = {"single": "sft", "pairs": "dpo", "rated": "kto", "labelled": "classification"}
+BY_ROWS: Final[Mapping[RowKind, str]] = {
+    "single": "sft",
+    "pairs": "dpo",
+    "rated": "kto",
+    "labelled": "classification",
+    "prompts": "grpo",
+}
 SFT: Final = "sft"
 
 
@@ -207,6 +214,8 @@ def measured_as(config: Any) -> str:
     if config.objective == SFT:
         return SFT
     needs = objective_of(config.objective, [config]).needs
+    if needs.rows == "prompts":
+        return "grpo"
     if not needs.head:
         return "kto" if needs.rows == "rated" else "dpo"
     return "reward" if needs.rows == "pairs" else "classification" if head_size(config) > 1 else "regression"

@@ -22,7 +22,7 @@ class Reward(Objective):
     needs = Needs("pairs", head=True)
 
     def losses(self, e: Evidence) -> Tensor:
-        chosen, rejected = pairs(self.rewards(e))
+        chosen, rejected = pairs(self.answer_rewards(e))
         losses = -F.logsigmoid(chosen - rejected - (0.0 if e.labels is None else e.labels))
         if self.center_rewards_coefficient is None:
             return losses

@@ -238,6 +238,8 @@ def judged_lines(evaluation: Evaluation) -> Iterator[str]:
 def how_measured(evaluation: Evaluation) -> str:
     """The measure of an evaluation in words."""
     is_free = evaluation.is_free_text
+    if evaluation.measured_by == "rewards":
+        return "answers, by rewards"
     if evaluation.measured_by == "heads":
         classes = "the better of each pair" if evaluation.preferences else "classes"
         return f"{'numbers' if is_free else classes}, by heads"

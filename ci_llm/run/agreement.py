@@ -6,19 +6,26 @@ waiting. Such a process says so in its ballot, and all repeat the step in smalle
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 
 from ci_llm.core.memory import unless_out_of_memory
+from ci_llm.crowd.policy import Policy
 from ci_llm.data.batches import MicroBatch
 from ci_llm.distributed.ballot import Ballot, Verdict
+from ci_llm.errors import RewardFailed
 from ci_llm.run.attempt import RunAttempt
+from ci_llm.run.boundary import save
 from ci_llm.run.one_layer import measure
 from ci_llm.run.step.gradients import Sums, num_sums
 from ci_llm.run.step.members import is_waiting
 from ci_llm.run.step.out_of_memory import in_parts
+from ci_llm.run.step.rollout import Rollout
 from ci_llm.run.step.whole_step import WholeStep
 from ci_llm.run.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 def agree_on_gradients(trainer: Trainer, attempt: RunAttempt, step: int, micro_batches: list[MicroBatch]) -> Verdict:
@@ -26,23 +33,56 @@ def agree_on_gradients(trainer: Trainer, attempt: RunAttempt, step: int, micro_b
 
     Raises:
         OutOfMemory: on every process, when the parts cannot be made smaller.
+        RewardFailed: on every process, when a function could not reward completions; the step before is saved.
     """
-    save_wanted = False
+    save_wanted, rollout, failure, of_run = False, None, None, trainer.objective
+    if isinstance(of_run, Policy):
+        rollout = trainer.rollouts.of_step(of_run, step, micro_batches, trainer.courses)
+        failure, of_run = rollout.failure, rollout.policy
     while True:
-        parts = in_parts(trainer.courses, micro_batches, trainer.micro_batch_size)
-        objective, complaint = _whole_step(trainer, step, parts).objective(trainer.objective)
+        if rollout is None:
+            parts = in_parts(trainer.courses, micro_batches, trainer.micro_batch_size)
+        else:
+            parts = rollout.parts(trainer.micro_batch_size, trainer.state.recovery.parts_of_group)
+        objective, complaint = _whole_step(trainer, step, parts).objective(of_run)
         if objective is not None:
             passes = replace(trainer.passes, objective=objective)
             sums, complaint = unless_out_of_memory(partial(passes.compute_gradients, step, parts))
             save_wanted |= attempt.interrupts.take_save_request()
-            verdict = trainer.processes.agree(_ballot(trainer, attempt, step, sums, save_wanted))
+            ballot = _ballot(trainer, attempt, step, sums, save_wanted)
+            verdict = trainer.processes.agree(replace(ballot, stop=RewardFailed.reason) if failure else ballot)
+            if failure is not None or verdict.stop == RewardFailed.reason:
+                raise _saved(trainer, attempt, failure)
             if not verdict.out_of_memory:
+                if rollout is not None:
+                    _tell(trainer, step, rollout)
                 return verdict
         one_pass = not trainer.crowd.storage.pass_per_agent
         trainer.state = trainer.memory.relieve(trainer.state, complaint)
         if one_pass and trainer.crowd.storage.pass_per_agent:
             measure(trainer)  # the steps have other bits from here on
         attempt.status.update(micro_batch_size=trainer.micro_batch_size)
+
+
+def _saved(trainer: Trainer, attempt: RunAttempt, failure: RewardFailed | None) -> RewardFailed:
+    """Save the step before one whose completions could not be rewarded; returns the error to raise. A collective."""
+    manager, step = attempt.manager, trainer.state.step
+    manager.wait_until_finished()
+    if step and trainer.processes.broadcast_object(manager.latest_step()) != step:
+        save(trainer, attempt)
+        manager.wait_until_finished()
+    what = "a reward failed on another process, whose log says which"
+    return failure or RewardFailed(what, where=f"step {step + 1}", hint="repair the function; the run resumes")
+
+
+def _tell(trainer: Trainer, step: int, rollout: Rollout) -> None:
+    """Keep the completions of a step where they are wanted, and show a few of them in every line of metrics."""
+    config, processes = trainer.config, trainer.processes
+    if config.log_completions:
+        rollout.write(config.run_folder, step, processes.process_index)
+    if (step + 1) % config.logging_steps == 0 and processes.is_main_process:
+        for line in rollout.lines():
+            logger.info(line)
 
 
 def _whole_step(trainer: Trainer, step: int, micro_batches: list[MicroBatch]) -> WholeStep:

@@ -75,7 +75,7 @@ def keep_agents(trainer: Trainer, state: TrainState, kept: Sequence[int]) -> Non
     _prepare_agents(trainer)
     _fill(checkpoint.optimizer, optimizer_groups(crowd), moments)
     checkpoint.last_good.keep_agents(crowd.storage.rows, kept)
-    trainer.objective = objective_of(config, crowd)
+    trainer.objective = objective_of(config, crowd, trainer.processes.num_processes)
     trainer.evaluator.objective, trainer.evaluator.rows = trainer.objective, trainer.evaluator.rows.of_agents(kept)
     places = trainer.prepared.places
     trainer.prepared = replace(trainer.prepared, places=[places[place] for place in kept] if places else ())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ci_llm.cluster.deadline import STOPPED_BY_CALLBACK, Pace
 from ci_llm.core.quantities import count
+from ci_llm.crowd.policy import Policy, of_metrics
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.logs.progress import Position
 from ci_llm.run.attempt import RunAttempt
@@ -42,7 +43,10 @@ def report(trainer: Trainer, attempt: RunAttempt, verdict: Verdict, findings: Fi
         attempt.learning.count(losses)
         totals = (*sums.losses, sums.diversity)
         metrics.add((*sums.targets, verdict.num_targets), totals, norms, findings.left_out)
-        metrics.add_named(trainer.objective.metric_names, sums.metrics, findings.left_out)
+        measured = of_metrics(trainer.objective, sums.metrics)
+        metrics.add_named(trainer.objective.metric_names, measured, findings.left_out)
+        if isinstance(trainer.objective, Policy):
+            trainer.rollouts.watch.look(trainer.objective.sums, sums.metrics, step)
     if step % trainer.config.logging_steps and step != trainer.total_steps:
         return
     if not findings.bad_batch:

@@ -21,6 +21,7 @@ from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
 from ci_llm.core.run_folder import OF_A_RUN, SWEEP
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.drawing import Drawer
 from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.prompts import Prompter, tokenizer_files
@@ -37,6 +38,7 @@ from ci_llm.run.step.evaluation import Evaluator, StopVote
 from ci_llm.run.step.nonfinite import NonFiniteResponse
 from ci_llm.run.step.nonfinite_policy import Bounds
 from ci_llm.run.step.out_of_memory import MemoryRelief
+from ci_llm.run.step.rollout import Rollouts
 from ci_llm.run.step.state import LastGood, TrainState, Validation
 from ci_llm.run.trainer import Prepared, Trainer
 
@@ -135,7 +137,7 @@ def assemble(
     manager.watch(optimizer)
     last_good = LastGood(crowd.storage.rows, optimizer)
     memory = MemoryRelief(config, base, crowd, processes.num_processes)
-    objective = agent_settings.objective_of(config, crowd)
+    objective = agent_settings.objective_of(config, crowd, processes.num_processes)
     evaluator = Evaluator(config, crowd, eval_rows, StopVote(processes, attempt.interrupts, heartbeat), memory)
     evaluator.objective, evaluator.judged = objective, [*{id(own): own for own in judged}.values()]
     return Trainer(
@@ -153,6 +155,7 @@ def assemble(
         memory=memory,
         evaluator=evaluator,
         heartbeat=heartbeat,
+        rollouts=Rollouts(Drawer(crowd, heartbeat.tick), processes, config.seed),
     )
 
 
@@ -179,13 +182,14 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
     """The agents on their base, by the route through it that gives the base's own logits."""
     crowd = Crowd(base.model, agent_settings.lora_settings(config), base.name, base.pad_id)
     crowd.classes = config.label_names or ()
-    crowd.reads_pairs = row_kind(config) == "pairs"
+    kind = row_kind(config)
+    crowd.reads_pairs = kind == "pairs"
     # Sharded weights are gathered in the precision of autocast, and have no other one.
     with processes.autocast() if loading.shares_layers(config, processes) else nullcontext():
         reason = crowd.choose_route()
-        whole = crowd.share_prompts() if crowd.reads_pairs else None
+        whole = crowd.share_prompts() if kind in ("pairs", "prompts") else None
     if whole:
-        logger.info(f"model     each answer of a pair has a prompt of its own: {whole}")
+        logger.info(f"model     each answer has a prompt of its own: {whole}")
     if reason:
         logger.info(f"model     rows are padded, not packed: {reason}")
     elif crowd.device.type == "cuda":

@@ -15,7 +15,7 @@ import torch
 from ci_llm.agents.agent import courses_of
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.preferences import TrainedObjective
+from ci_llm.crowd.policy import TrainedObjective
 from ci_llm.data.agent_rows import Courses
 from ci_llm.distributed.processes import Processes
 from ci_llm.run.end.watchdog import Heartbeat
@@ -25,6 +25,7 @@ from ci_llm.run.step.gradients import Passes
 from ci_llm.run.step.members import config_of
 from ci_llm.run.step.nonfinite import NonFiniteResponse
 from ci_llm.run.step.out_of_memory import MemoryRelief
+from ci_llm.run.step.rollout import Rollouts
 from ci_llm.run.step.state import TrainState
 
 
@@ -57,6 +58,7 @@ class Trainer:
         checkpoint: collects what a checkpoint holds, and restores it; it has base, optimizer and rows.
         nonfinite: responds to numbers that are not finite.
         memory: responds where memory runs out.
+        rollouts: draws what agents learn from, where the objective asks for it.
     """
 
     config: Config
@@ -71,6 +73,7 @@ class Trainer:
     memory: MemoryRelief
     evaluator: Evaluator
     heartbeat: Heartbeat
+    rollouts: Rollouts
 
     @property
     def courses(self) -> Courses:

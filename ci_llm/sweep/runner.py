@@ -27,14 +27,14 @@ from ci_llm.core.quantities import count, duration, size
 from ci_llm.core.run_folder import BEST
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.card import CardFacts, adapter_card, public_name
-from ci_llm.data.agent_rows import Lengths, sampled
+from ci_llm.data.agent_rows import sampled
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, NonFinite
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.end.attempt import Attempt, end_at_once
 from ci_llm.run.end.result import write_page
 from ci_llm.run.job import meet, run_among
-from ci_llm.run.start.cost_model import USABLE, Untraceable, flops_per_s, trace_longest
+from ci_llm.run.start.cost_model import USABLE, Untraceable, flops_per_s, lengths_of, trace_longest
 from ci_llm.run.start.loading import Loaded, choice_by_test_rows, load, steps_of
 from ci_llm.run.step.callbacks import Callbacks
 from ci_llm.sweep.sweep import Pack, Sweep, known_record, plan_of, read_record
@@ -69,7 +69,8 @@ def trials_per_pass(
 def time_needed(config: Config, plan: HalvingPlan, loaded: Loaded, processes: Processes) -> str:
     """A line for people: how long a sweep will train."""
     rows = loaded.rows[0]  # common to all trials
-    lengths, shape, batch = Lengths.of(sampled([rows])), load_architecture(config.model_name), config.batch_size
+    lengths, shape = lengths_of(config, sampled([rows])), load_architecture(config.model_name)
+    batch = config.batch_size
     try:
         found = trace_longest(config, shape, processes.device, batch, lengths)
     except Untraceable as error:
@@ -82,7 +83,7 @@ def time_needed(config: Config, plan: HalvingPlan, loaded: Loaded, processes: Pr
 
 def _that_fit(config: Config, spaces: Mapping[str, Space], loaded: Loaded, processes: Processes) -> int | None:
     """The number of the largest trials that fit beside the base in memory, as the dry run estimates; None: unknown."""
-    lengths = Lengths.of(sampled(loaded.rows))
+    lengths = lengths_of(config, sampled(loaded.rows))
     shape, largest = load_architecture(config.model_name), dict(_largest(spaces))
     alone = config.model_copy(update={"agents": (largest,), "num_agents": 1})
     try:

@@ -110,7 +110,7 @@ def test_a_run_takes_from_accelerate_what_the_pages_say() -> None:
 #: Rendered from the code, or behind this line in the page of the names.
 RENDERED = {"docs/keys.md"}
 SIGNATURES = "<!-- signatures -->"
-MOST_PAGES, MOST_WORDS = 24, 26_000  # 900 of them are the table of every name of five systems
+MOST_PAGES, MOST_WORDS = 24, 26_450  # 900 of them are the table of every name of five systems
 #: For whom a page is, in its first two lines of text.
 READERS = re.compile(r"^For (?:\w+ )?(?:users|readers|people|everyone|a reader) ")
 WRITTEN = [page for page in sorted(ROOT.glob("docs/**/*.md")) if name_of(page) not in RENDERED]

@@ -1,4 +1,4 @@
-"""Runs on pairs and rated rows: killed and resumed, alone and in company, on other processes and micro-batches."""
+"""Runs on pairs, rated rows and prompts: killed and resumed, alone and in company, on other processes and batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,15 @@ pytestmark = pytest.mark.slow
 #: Epochs of 5 steps, the last of which has one row.
 ROWS, EVALUATED = 17, 6
 CELL: Final = Cell(accumulation=2)
-KILLED: Final = ("dpo", "kto", "reward", "classification", "regression")
+KILLED: Final = ("dpo", "kto", "reward", "classification", "regression", "grpo")
+#: Completions of agents that have learned nothing yet, whose rewards differ.
+DRAWN: Final[dict[str, Any]] = {
+    "rewards": "length,regex:[0-4]",
+    "num_generations": 3,
+    "max_completion_length": 6,
+    "temperature": 3.0,
+    "max_new_tokens_eval": 4,
+}
 #: Agents with a setting of the objective of their own; all take rows that are common, in passes of their own.
 ENTRIES: Final = ("{name: near, seed: 1, beta: 0.5}", "{name: far, seed: 2, beta: 0.1, desirable_weight: 1.5}")
 
@@ -55,17 +63,24 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, Any
     kinds = ("pairs", "rated", "labelled", "numbers")
     pairs, rated, labelled, numbers = (write(tmp_path_factory.mktemp(kind), kind) for kind in kinds)
     names = {"dpo": pairs, "orpo": pairs, "kto": rated, "reward": pairs, "classification": labelled}
-    names["regression"] = numbers
+    names |= {"regression": numbers, "grpo": pairs}
+    common = {"max_train_samples": "null", "generation_eval_samples": 0}
     return {
-        name: {"objective": name, "dataset_name": folder, "max_train_samples": "null", "generation_eval_samples": 0}
+        name: {"objective": name, "dataset_name": folder, **common, **(DRAWN if name == "grpo" else {})}
         for name, folder in names.items()
     }
 
 
 @pytest.fixture(scope="module")
 def undisturbed(trials: Trials, data: Mapping[str, dict[str, Any]]) -> dict[str, Path]:
-    """The folders of runs of two agents."""
-    return {name: complete(trials, CELL, **keys(*ENTRIES), **data[name]) for name in KILLED}
+    """The folders of runs of two agents, each of which is made when it is asked for."""
+
+    class Runs(dict[str, Path]):
+        def __missing__(self, name: str) -> Path:
+            self[name] = complete(trials, CELL, **{**keys(*ENTRIES), **data[name]})
+            return self[name]
+
+    return Runs()
 
 
 def complete(trials: Trials, cell: Cell, **more: Any) -> Path:
@@ -74,7 +89,26 @@ def complete(trials: Trials, cell: Cell, **more: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", sampled(KILLED, ("dpo", "classification")))
+@pytest.mark.parametrize("step", [5, 9])
+def test_killed_while_completions_are_drawn_and_resumed_in_any_epoch(
+    trials: Trials, data: Mapping[str, dict[str, Any]], undisturbed: dict[str, Path], step: int
+) -> None:
+    folder, own = trials.new_folder(), {**keys(*ENTRIES), **data["grpo"]}
+    killed = Fate("SIGKILL", step, 0, committed=step - 2)
+    assert trials.train(CELL, folder, killed, save_steps=step - 2, **own) == [-signal.SIGKILL]
+    assert trials.train(CELL, folder, **own) == [0], (folder / "log").read_text()
+    assert "exactness: bitwise" in (folder / "run/training.log").read_text()
+    found = account(folder)
+    assert not differences(account(undisturbed["grpo"]), found)
+    moved = [line["train/agent0/grad_norm"] for line in metrics(folder) if "train/agent0/grad_norm" in line]
+    assert all(norm > 1e-4 for norm in moved)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", sampled(tuple(name for name in KILLED if name != "grpo"), ("dpo", "classification")))
 def test_killed_and_resumed(
     trials: Trials, data: Mapping[str, dict[str, Any]], undisturbed: dict[str, Path], name: str
 ) -> None:
@@ -88,7 +122,7 @@ def test_killed_and_resumed(
     assert not differences(account(undisturbed[name]), account(folder))
 
 
-@pytest.mark.parametrize("name", sampled(KILLED, ("kto", "reward")))
+@pytest.mark.parametrize("name", sampled(KILLED, ("kto", "reward", "grpo")))
 def test_an_agent_ends_as_it_would_alone(
     trials: Trials, data: Mapping[str, dict[str, Any]], undisturbed: dict[str, Path], name: str
 ) -> None:
@@ -97,6 +131,8 @@ def test_an_agent_ends_as_it_would_alone(
     parts = ("lora_B", "train/loss at 12", "train/rewards/margins at 12", "eval/nll at 8", "eval/rewards")
     if name == "classification":
         parts = ("lora_B", "score.weight", "train/loss at 12", "train/accuracy at 12", "eval/nll at 8", "eval/f1")
+    if name == "grpo":
+        parts = ("lora_B", "train/loss at 12", "train/rewards/length/mean at 12", "eval/reward")
     if name == "regression":  # it has no metrics in training beside its loss
         parts = ("lora_B", "score.weight", "train/loss at 12", "eval/nll at 8", "eval/mse")
     for part in parts:
@@ -111,6 +147,9 @@ SPLIT: Final[list[tuple[str, Cell, dict[str, Any]]]] = [
     ("reward", Cell(accumulation=1, ranks=2), {}),
     ("reward", Cell(accumulation=4), {"batch_size": 1}),
     ("classification", Cell(accumulation=1, ranks=2), {"pass_per_agent": "false"}),
+    ("grpo", Cell(accumulation=1, ranks=2), {"pass_per_agent": "false"}),
+    ("grpo", Cell(accumulation=4), {"batch_size": 1}),
+    ("grpo", Cell(accumulation=1, ranks=2), {"scale_rewards": "batch"}),
 ]
 
 
@@ -120,10 +159,11 @@ def test_a_step_does_not_depend_on_processes_and_micro_batches(
 ) -> None:
     """The first step, at which agents equal the base, and the second, where kl and rewards are not 0 any more."""
     own = data[name] | {"model_dtype": "fp64", "max_train_steps": 2, "logging_steps": 1, "lora_rank": 8}
-    one, other = complete(trials, CELL, **own), complete(trials, cell, **own | more)
+    of_both = {key: value for key, value in more.items() if key == "scale_rewards"}
+    one, other = complete(trials, CELL, **own | of_both), complete(trials, cell, **own | more)
     wanted, found = (trained(folder) for folder in (one, other))
     assert {*found} == {*wanted}
-    measured = "/accuracy" if name == "classification" else "/rewards/chosen"
+    measured = {"classification": "/accuracy", "grpo": "/reward_std"}.get(name, "/rewards/chosen")
     assert any(measured in metric for _, metric in wanted)
     for key, value in wanted.items():
         # Adam turns a rounded sign of a gradient near 0 into a whole step: only then the second step can tell.

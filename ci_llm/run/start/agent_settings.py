@@ -17,12 +17,15 @@ from ci_llm.config import Config
 from ci_llm.config.own_keys import OWN_KEYS
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.preferences import Preferences, TrainedObjective
+from ci_llm.crowd.policy import Policy, TrainedObjective
+from ci_llm.crowd.preferences import Preferences
 from ci_llm.data.agent_rows import Course
 from ci_llm.data.order import Plan
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.lora.schedules import factor
 from ci_llm.lora.settings import FIELD_OF_KEY, AgentLora, LoraSettings
+from ci_llm.objectives.grpo import Grpo
+from ci_llm.objectives.grpo.rewards import rewards_of
 from ci_llm.run.step.members import config_of
 
 
@@ -55,7 +58,7 @@ def crowd_settings(config: Config, numbers: Sequence[int]) -> LoraSettings:
     return replace(settings, agents=tuple({**mine, "index": index} for mine, index in entries))
 
 
-def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:
+def objective_of(config: Config, crowd: Crowd, num_processes: int) -> TrainedObjective:
     """The objective of the agents of `config`."""
     drawn = [own.row_weights == "bootstrap" for own in config.each_agent]
     keys = [
@@ -65,6 +68,9 @@ def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:
     bootstrap = tuple(keys) if any(drawn) else ()
     if config.objective != objectives.SFT:
         found = objectives.objective_of(config.objective, config.each_agent, crowd.device)
+        if isinstance(found, Grpo):
+            rewards = rewards_of(config.rewards or (), config.answer_column, config.max_completion_length)
+            return Policy(found, crowd, rewards, num_processes)
         return Preferences(found, crowd, bootstrap)
     return Objective(
         config.diversity, config.lambda_sw, config.swd_representation, seed=config.seed, bootstrap=bootstrap

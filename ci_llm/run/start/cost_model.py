@@ -38,6 +38,7 @@ from ci_llm.crowd.diversity import find_form
 from ci_llm.crowd.objective import Objective
 from ci_llm.data.agent_rows import Lengths, sampled
 from ci_llm.data.batches import Batch, MicroBatch
+from ci_llm.data.encoder import Example
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.precision import DTYPES, autocast_dtype
 from ci_llm.distributed.processes import Processes
@@ -359,11 +360,19 @@ def recompute_on_all(found: Trace, free: int, processes: Processes) -> bool:
     return any(processes.gather_object(needed > USABLE * free))
 
 
+def lengths_of(config: Config, rows: Sequence[Example]) -> Lengths:
+    """The lengths of what a run reads of these rows; of prompts with completions of the greatest length."""
+    found = Lengths.of(rows)
+    if config.objective != "grpo":
+        return found
+    return found.with_completions(config.num_generations, config.max_completion_length)
+
+
 def _too_large(
     config: Config, each: Sequence[TokenizedRows], processes: Processes, shape: PreTrainedConfig | None
 ) -> tuple[bool, str]:
     """Whether the longest micro-step would not fit into the memory of any process, and why. A collective."""
-    lengths, rows = Lengths.of(sampled(each)), config.batch_size
+    lengths, rows = lengths_of(config, sampled(each)), config.batch_size
     try:
         shape = copy.deepcopy(shape) if shape else load_architecture(config.model_name)
         found = trace_longest(config, shape, processes.device, rows, lengths, processes.num_processes)

@@ -30,7 +30,8 @@ from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError, DataError
 from ci_llm.lora.heads import how_tokenized, require_class
-from ci_llm.objectives import BY_ROWS, SFT, RowKind, head_size, objective_of
+from ci_llm.objectives import BY_ROWS, SFT, RowKind, head_size, measured_as, objective_of
+from ci_llm.objectives.grpo.rewards import require_answers, rewards_of
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,17 @@ logger = logging.getLogger(__name__)
 _OF_OBJECTIVES: Final = (
     *("beta", "loss_type", "loss_weights", "label_smoothing", "desirable_weight", "undesirable_weight", "simpo_gamma"),
     *("cpo_alpha", "center_rewards_coefficient", "num_labels", "reference"),
+    *(
+        "rewards",
+        "reward_weights",
+        "num_generations",
+        "max_completion_length",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+    ),
+    *("scale_rewards", "use_bias_correction_kl", "mask_truncated_completions", "reward_timeout", "log_completions"),
 )
 
 
@@ -108,11 +120,39 @@ def load(config: Config, processes: Processes, before: Config | None = None, giv
             judged = []
             if head_size(config):
                 require_class(base.model)
+            elif measured_as(config) == "grpo":
+                functions = rewards_of(config.rewards or (), config.answer_column, 1)
+                for own in found:
+                    require_answers(functions, own.column_sets, config.answer_column, own.where)
+                settled |= completion_length(config, rows, positions_of(shape))
             elif config.objective != SFT:
                 asked = load_rows_of_each(config, "judged")
                 judged = _tokenized(config, base, processes, asked, evaluated=True)
             return Loaded(base, rows, _with_copies_counted(eval_rows, rows), settled, judged)
         asked = load_rows_of_each(config.model_copy(update=settled), "eval")
+
+
+#: Tokens of a completion at most, unless the base has fewer positions, as in TRL.
+LONGEST_COMPLETION: Final = 512
+
+
+def completion_length(config: Config, each: Sequence[TokenizedRows], positions: int | None) -> dict[str, int]:
+    """The value of `max_completion_length`, if it says auto.
+
+    Raises:
+        DataError: the longest prompt leaves no position for a completion.
+    """
+    longest = max(own.longest for own in each)
+    free = LONGEST_COMPLETION if positions is None else positions - longest
+    if free < 1:
+        raise DataError(
+            f"the longest prompt has {longest} tokens, and the base has {positions} positions",
+            where="max_seq_length",
+            hint=f"max_seq_length={(positions or 2) // 2} leaves longer prompts out",
+        )
+    if not config.is_open("max_completion_length"):
+        return {}
+    return {"max_completion_length": min(LONGEST_COMPLETION, free)}
 
 
 def objective_by_rows(config: Config, each: Sequence[Rows], rows_per_step: int) -> dict[str, Any]:
@@ -165,7 +205,8 @@ def _unread(config: Config) -> list[str]:
         read |= {"num_labels"} if needs.rows == "labelled" else set()
         read |= {"reference"} if needs.reference else set()
     unread, known = [key for key in _OF_OBJECTIVES if key not in read], Config.model_fields
-    return [key for key in unread if any(getattr(own, key) != known[key].default for own in config.each_agent)]
+    usual = {key: known[key].default for key in unread} | {"beta": 0.1}
+    return [key for key in unread if any(getattr(own, key) != usual[key] for own in config.each_agent)]
 
 
 def _about_labels(config: Config, labels: Sequence[Label], where: str) -> dict[str, Any]:

@@ -28,7 +28,9 @@ from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.judging import Ranking, rank
 from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.preferences import Preferences, TrainedObjective
+from ci_llm.crowd.policy import Policy, TrainedObjective
+from ci_llm.crowd.preferences import Preferences
+from ci_llm.crowd.rewarding import RewardScorer
 from ci_llm.crowd.scoring import AnswerScores, Questions, Scores, Solved, answer_questions, asked_of, score
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.batches import pack
@@ -248,12 +250,31 @@ class Evaluator:
         return None if found is None else Ranking.joined(found)
 
     def _scores_on(self, rows: TokenizedRows, step: int, micro_batch_size: int) -> Scores | None:
+        if isinstance(self.objective, Policy):
+            return self._rewarded(self.objective, rows, step, micro_batch_size)
+
         def work(rounds: Rounds) -> Scores | None:
             batches = (pack([rows[i] for i in part], part) for part in rounds.batches)
             return score(self._crowd, batches, self._config.aggregator, stop=rounds.stop_requested_here)
 
         found = self._on_all_processes("score", step, len(rows), 4 * micro_batch_size, work)
         return None if found is None else Scores.joined(found)
+
+    def _rewarded(self, policy: Policy, rows: TokenizedRows, step: int, micro_batch_size: int) -> Scores | None:
+        config = self._config
+        longest = config.max_completion_length if config.max_new_tokens_eval == "auto" else config.max_new_tokens_eval
+        scorer = RewardScorer(policy.objective, policy.rewards, config.aggregator, longest, config.seed)
+
+        def work(rounds: Rounds) -> Scores | None:
+            return scorer.scores(self._crowd, rows, rounds.batches, rounds.stop_requested_here)
+
+        found = self._on_all_processes("answer", step, len(rows), 4 * micro_batch_size, work)
+        return None if found is None else Scores.joined(found)
+
+    @property
+    def _writes_no_answers(self) -> bool:
+        """Whether answers are scored by heads or rewards alone."""
+        return bool(self._crowd.settings.outputs) or isinstance(self.objective, Policy)
 
     def answers(self, step: int, micro_batch_size: int) -> AnswerScores | None:
         """Scores of generated answers. A collective.
@@ -263,7 +284,7 @@ class Evaluator:
         Raises:
             OutOfMemory: on every process, when the batches cannot be made smaller.
         """
-        if self._crowd.settings.outputs:
+        if self._writes_no_answers:
             return None
         of_sets = self._asked
         if self._config.generation_eval_samples:
@@ -343,7 +364,7 @@ class Evaluator:
         Raises:
             OutOfMemory: on every process.
         """
-        if self._crowd.settings.outputs:
+        if self._writes_no_answers:
             return None
         asked = self._example_asked
         limit = self._config.answer_tokens(asked.longest)

@@ -99,6 +99,7 @@ class RecoveryState:
             step: the loss scale is halved, so overflows stop by themselves.
         requested_lr_factor: multiplies the learning rate of every agent; the supervisor asks for it.
         micro_batch_size: the most rows per process and micro-step; None: as configured.
+        parts_of_group: in how many parts the completions of a prompt take their passes.
         recompute: whether layers are recomputed in the backward pass, whatever is configured.
         pass_per_agent: whether every agent takes passes of its own, whatever is configured.
     """
@@ -107,6 +108,7 @@ class RecoveryState:
     bad_batches_in_a_row: int = 0
     requested_lr_factor: float = 1.0
     micro_batch_size: int | None = None
+    parts_of_group: int = 1
     recompute: bool = False
     pass_per_agent: bool = False
 

@@ -70,6 +70,9 @@ class MemoryRelief:
         elif rows > 1:
             recovery = replace(recovery, micro_batch_size=rows // 2)
             done = f"micro-batch {rows} -> {rows // 2} row(s), the effective batch of {state.rows_per_step} holds"
+        elif self.config.objective == "grpo" and recovery.parts_of_group < self.config.num_generations:
+            recovery = replace(recovery, parts_of_group=min(2 * recovery.parts_of_group, self.config.num_generations))
+            done = f"the completions of a prompt are read in {recovery.parts_of_group} parts"
         elif not (self.config.use_gradient_checkpointing is True or recovery.recompute):
             recovery = replace(recovery, recompute=True)
             self.crowd.gradient_checkpointing_enable()

@@ -1,0 +1,219 @@
+"""Rewards: the functions that judge completions, those of this package by name and a user's own.
+
+A function has TRL's signature: `f(prompts=, completions=, completion_ids=, **columns)`, lists with an entry for each
+completion, and returns a number or None for each. Completions are messages where prompts are, and else text. It is
+called with the completions of one prompt by one agent. So what it returns does not depend on company, and an error says
+the row.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+from ci_llm.core.imports import import_named
+from ci_llm.errors import ConfigError, DataError, RewardFailed, first_line
+
+#: Columns of the right answer, of which the first is taken that is there.
+ANSWERS: Final = ("answer", "completion", "response", "output", "solution", "target")
+_REGEX: Final = "regex:"
+_NUMBER: Final = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
+_SHOWN: Final = 200  # characters of a completion in an error
+
+Given = Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A function that judges completions.
+
+    Attributes:
+        name: its name in metrics.
+        reads_answer: whether it reads the column of the right answer.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    reads_answer: bool = False
+
+
+def rewards_of(names: Sequence[str], answer: str | None, longest: int) -> tuple[Reward, ...]:
+    """The functions of these names; of equal names the later ones are numbered.
+
+    Args:
+        answer: the column of the right answer, if it is named.
+        longest: the most tokens of a completion.
+
+    Raises:
+        ConfigError: there is no such function, or only a checkpoint names it.
+    """
+    found = list[Reward]()
+    for name in names:
+        reward = _of_name(name, answer, longest)
+        same = sum(reward.name in (other.name, other.name.rpartition("#")[0]) for other in found)
+        found.append(replace(reward, name=f"{reward.name}#{same + 1}") if same else reward)
+    return tuple(found)
+
+
+def require_answers(
+    rewards: Sequence[Reward], column_sets: Iterable[Sequence[str]], named: str | None, where: str
+) -> None:
+    """Refuse rows without the column of the right answer, if a reward reads it.
+
+    Args:
+        column_sets: the columns of each data set.
+
+    Raises:
+        DataError: there is no such column.
+    """
+    readers = [reward.name for reward in rewards if reward.reads_answer]
+    lacking = [columns for columns in column_sets if _answer_column(columns, named) is None]
+    if readers and lacking:
+        raise DataError(
+            f"reward {readers[0]} compares with the right answer, and no column holds it: {', '.join(lacking[0])}",
+            where=where,
+            hint=f"name the column answer, or by answer_column=; known are {', '.join(ANSWERS)}",
+        )
+
+
+def _answer_column(columns: Iterable[str], named: str | None) -> str | None:
+    return named or next((column for known in ANSWERS for column in columns if column.strip().lower() == known), None)
+
+
+def _answers(given: Given, named: str | None) -> Sequence[Any]:
+    column = _answer_column(given, named)
+    assert column is not None, "rows were looked at"
+    return given[column]
+
+
+def _of_name(name: str, answer: str | None, longest: int) -> Reward:
+    if name in _BUILT_IN:
+        return Reward(name, partial(_BUILT_IN[name], named=answer), reads_answer=True)
+    if name == "length":
+        return Reward(name, partial(_length, longest=longest))
+    if name.startswith(_REGEX):
+        try:
+            return Reward("regex", partial(_regex, pattern=re.compile(name.removeprefix(_REGEX))))
+        except re.error as error:
+            raise ConfigError(
+                f"this is no regular expression: {error}", where=f"rewards: {name}", hint="repair it"
+            ) from (error)
+    if ":" not in name:
+        known = f"{', '.join(_BUILT_IN)}, length, regex:PATTERN or module:function"
+        raise ConfigError(f"there is no reward {name!r}", where="rewards", hint=f"use {known}")
+    function = import_named(name, "rewards")
+    return Reward(getattr(function, "__name__", name.rpartition(":")[2]), function)
+
+
+def text_of(completion: Any) -> str:
+    """A completion as text: that of its messages, if it is a list of them."""
+    return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
+
+
+def last_number(text: str) -> float | None:
+    """The last number in a text, as answers of GSM8K are judged (Cobbe et al., 2021); None without one."""
+    found = _NUMBER.findall(text)
+    return float(found[-1].replace(",", "")) if found else None
+
+
+def _exact_match(completions: Sequence[Any], named: str | None, **given: Sequence[Any]) -> list[float | None]:
+    answers = zip(completions, _answers(given, named), strict=True)
+    return [None if want is None else float(text_of(own).strip() == str(want).strip()) for own, want in answers]
+
+
+def _final_number(completions: Sequence[Any], named: str | None, **given: Sequence[Any]) -> list[float | None]:
+    rows = zip(completions, _answers(given, named), strict=True)
+    answers = ((text_of(own), last_number(str(want))) for own, want in rows)
+    return [None if want is None else float(last_number(own) == want) for own, want in answers]
+
+
+def _regex(completions: Sequence[Any], pattern: re.Pattern[str], **_: Any) -> list[float]:
+    return [float(pattern.search(text_of(own)) is not None) for own in completions]
+
+
+def _length(completion_ids: Sequence[Sequence[int]], longest: int, **_: Any) -> list[float]:
+    return [1 - len(ids) / longest for ids in completion_ids]
+
+
+_BUILT_IN: Final[Mapping[str, Callable[..., list[float | None]]]] = {
+    "exact_match": _exact_match,
+    "final_number": _final_number,
+}
+
+
+def judged(reward: Reward, given: Given, where: str, timeout: float | None = None) -> list[float]:
+    """What a function gives for the completions of one prompt; NaN for None.
+
+    Args:
+        given: its arguments by name: lists with an entry for each completion.
+        where: the row, in words.
+        timeout: seconds that it may take; None: any number.
+
+    Raises:
+        RewardFailed: it raises, takes longer, or returns something else than a finite number or None for each.
+    """
+    count = len(given["completions"])
+    values, error = _called(reward, given, timeout)
+    if error is not None:
+        raise _failed(reward, error, _culprit(reward, given, timeout, error), where) from error
+    try:
+        listed = [math.nan if value is None else float(value) for value in values]
+    except (TypeError, ValueError) as odd:
+        raise _failed(reward, odd, "", where) from odd
+    if len(listed) != count:
+        raise _failed(reward, ValueError(f"it returned {len(listed)} values for {count} completions"), "", where)
+    if math.inf in map(abs, listed):
+        at = [math.isinf(value) for value in listed].index(True)
+        raise _failed(reward, ValueError("it returned an infinite value"), _shown(given, at), where)
+    return listed
+
+
+def _called(reward: Reward, given: Given, timeout: float | None) -> tuple[Any, Exception | None]:
+    """What the function returns, or its error; a thread that takes too long is left behind."""
+    found: list[Any] = [None, TimeoutError(f"it took longer than reward_timeout, {timeout:g} s") if timeout else None]
+
+    def call() -> None:
+        try:
+            value = reward.function(**given)
+            found[:] = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value, None
+        except Exception as error:  # noqa: BLE001 - a user's function raises whatever it raises
+            found[:] = None, error
+
+    if timeout is None:
+        call()
+        return found[0], found[1]
+    thread = threading.Thread(target=call, name="ci_llm reward", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    return found[0], found[1]
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _culprit(reward: Reward, given: Given, timeout: float | None, error: Exception) -> str:
+    """The completion with which alone the function raises as well."""
+    for at in range(len(given["completions"])) if not isinstance(error, TimeoutError) else ():
+        if _called(reward, {name: values[at : at + 1] for name, values in given.items()}, timeout)[1] is not None:
+            return _shown(given, at)
+    return ""
+
+
+def _shown(given: Given, at: int) -> str:
+    return f", completion {at}: {text_of(given['completions'][at])[:_SHOWN]!r}"
+
+
+def _failed(reward: Reward, error: Exception, completion: str, where: str) -> RewardFailed:
+    return RewardFailed(
+        f"reward {reward.name} failed: {type(error).__name__}: {first_line(error)}",
+        where=f"{where}{completion}",
+        hint="repair the function, and call the same again: the run resumes at this step; None rewards nothing",
+    )

@@ -1,0 +1,260 @@
+"""The completions of an optimizer step: drawn, rewarded, compared within their groups, and laid out for the passes.
+
+Each process draws those of its own rows, and rewards them. A step that is repeated in smaller parts, because memory ran
+out, takes the same completions: a part is some of the prompts, or some completions of a prompt. Only the deviation of
+all rewards, for `scale_rewards: batch`, needs the other processes before the passes.
+
+Legend: K agents, P prompts, G completions of each, F rewards, M pairs of numbers of a metric.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+
+from ci_llm.core.determinism import seed_everything
+from ci_llm.core.durable import make_folders, write_bytes
+from ci_llm.core.run_folder import COMPLETIONS
+from ci_llm.crowd.drawing import Asked, Drawer
+from ci_llm.crowd.generation import continuation
+from ci_llm.crowd.policy import Policy
+from ci_llm.crowd.rewarding import Asking, rewards_of_group
+from ci_llm.data.agent_rows import Course, Courses
+from ci_llm.data.batches import Batch, MicroBatch, Owned, pack
+from ci_llm.data.prompts import Prompter
+from ci_llm.data.units import unit_of
+from ci_llm.distributed.processes import Processes
+from ci_llm.errors import RewardFailed
+from ci_llm.objectives.grpo import advantages, spread, total_rewards
+from ci_llm.objectives.grpo.metrics import Watch
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The completions of one prompt by one agent.
+
+    Attributes:
+        asked: the prompt.
+        tokens: [G] of each completion, with its end.
+        texts: [G] without special tokens.
+        cut: [G] whether it ended without an end.
+        failed: the agent's numbers were not finite.
+        rewards: [G, F] fp64, NaN where a function gave none.
+        advantages: [G] fp64, NaN for a completion that is left out of the step.
+    """
+
+    asked: Asked
+    tokens: list[list[int]]
+    texts: list[str]
+    cut: list[bool]
+    failed: bool
+    rewards: Tensor
+    advantages: Tensor
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The completions of a step that this process has drawn.
+
+    Attributes:
+        policy: the objective of the run, with what these completions add to the metrics of the step.
+        groups: of every agent [K], in the order of its rows.
+        failure: the error of a function that could not reward them.
+    """
+
+    policy: Policy
+    groups: Sequence[Sequence[Group]]
+    failure: RewardFailed | None = None
+
+    def parts(self, prompts: int, parts_of_group: int = 1) -> list[MicroBatch]:
+        """Micro-batches of at most so many prompts of each agent; or of one prompt, whose group is divided."""
+        size = -(-self.policy.objective.num_generations // parts_of_group)
+        each = []
+        for agent, groups in enumerate(self.groups):
+            pieces = [
+                (group, range(at, min(at + size, len(group.tokens))))
+                for group in groups
+                for at in range(0, len(group.tokens), size)
+            ]
+            step = prompts if parts_of_group == 1 else 1
+            each.append([Owned((agent,), self._packed(pieces[at : at + step])) for at in range(0, len(pieces), step)])
+        return [[own for own in together if own is not None] for together in zip_longest(*each)]
+
+    def _packed(self, pieces: Sequence[tuple[Group, range]]) -> Batch:
+        objective, units = self.policy.objective, []
+        gains, weights, counted = list[float](), list[float](), 0
+        for group, numbers in pieces:
+            units.append(unit_of([continuation(group.asked.prompt, group.tokens[n]) for n in numbers]))
+            for number in numbers:
+                gain, count = float(group.advantages[number]), len(group.tokens[number])
+                is_drawn, is_masked = not math.isnan(gain), group.cut[number] and objective.mask_truncated_completions
+                learned = count if is_drawn and not is_masked else 0
+                gains.append(gain if is_drawn else 0.0)
+                weights.append(objective.weight_of(count) if learned else 0.0)
+                counted += objective.count_of(learned) if is_drawn else 0
+        batch = pack(units, [group.asked.row for group, _ in pieces])
+        return replace(
+            batch,
+            advantages=torch.tensor(gains, dtype=torch.float64),
+            weights=torch.tensor(weights, dtype=torch.float64),
+            counted=counted,
+        )
+
+    def write(self, folder: Path, step: int, process: int) -> None:
+        """Write all completions of the step into a file of their own, in TRL's form; a repeated step replaces it."""
+        rows = [
+            {
+                "step": step + 1,
+                "agent": self.policy.crowd.agents[group.asked.agent].name,
+                "row": group.asked.row,
+                "prompt": self._prompter.text(group.asked.prompt),
+                "completion": text,
+                **{reward.name: _or_none(group.rewards[n, f]) for f, reward in enumerate(self.policy.rewards)},
+                "advantage": _or_none(group.advantages[n]),
+                "cut": group.cut[n],
+            }
+            for group in self._all
+            for n, text in enumerate(group.texts)
+        ]
+        if rows:
+            file = io.BytesIO()
+            pq.write_table(pa.Table.from_pylist(rows), file)
+            make_folders(folder / COMPLETIONS)
+            write_bytes(folder / COMPLETIONS / f"completions_{step + 1:05}_{process}.parquet", file.getvalue())
+
+    def lines(self, count: int = 2) -> Iterator[str]:
+        """A few completions of a prompt with their rewards, for people."""
+        for group in self._all[:1]:
+            yield f"prompt    {_one_line(self._prompter.question(group.asked.prompt))}"
+            for text, found in [*zip(group.texts, group.rewards.tolist(), strict=True)][:count]:
+                told = ", ".join(f"{reward.name} {x:.3g}" for reward, x in zip(self.policy.rewards, found, strict=True))
+                yield f"          {told}: {_one_line(text)}"
+
+    @cached_property
+    def _all(self) -> list[Group]:
+        return [group for groups in self.groups for group in groups]
+
+    @property
+    def _prompter(self) -> Prompter:
+        assert self.policy.crowd.prompter is not None
+        return self.policy.crowd.prompter
+
+
+def _or_none(value: Tensor) -> float | None:
+    return None if math.isnan(value) else float(value)
+
+
+def _one_line(text: str) -> str:
+    line = text.strip().replace("\n", "⏎")
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]} ..."
+
+
+_SHOWN: Final = 300
+
+
+@dataclass
+class Rollouts:
+    """Draws and judges the completions of a run's steps.
+
+    Args:
+        drawer: draws them.
+        seed: keys what a reward draws from the global generators.
+    """
+
+    drawer: Drawer
+    processes: Processes
+    seed: int
+    watch: Watch = field(default_factory=Watch)
+
+    def of_step(self, policy: Policy, step: int, micro_batches: Sequence[MicroBatch], courses: Courses) -> Rollout:
+        """Draw and judge the completions of this process's rows of a step. A collective with `scale_rewards: batch`.
+
+        Raises:
+            OutOfMemory: a single completion does not fit.
+        """
+        asked = list[tuple[Asked, Course]]()
+        for own in (own for batch in micro_batches for own in batch):
+            for at, row in enumerate(own.batch.sample_ids):
+                ids = own.batch.input_ids[own.batch.bounds[at] : own.batch.bounds[at + 1]].tolist()
+                asked += [(Asked(agent, row, ids), courses.each[agent]) for agent in own.agents]
+        with self.processes.autocast():
+            drawn = self.drawer.draw([one for one, _ in asked], policy.objective, step)
+        each: list[list[Group]] = [[] for _ in range(policy.crowd.num_agents)]
+        failure = None
+        for (one, course), requests in zip(asked, drawn, strict=True):
+            self.drawer.tick()
+            try:
+                each[one.agent].append(self._judged(policy, step, one, course, requests))
+            except RewardFailed as error:  # the others learn it by the vote on the step
+                failure = error
+                break
+        of_batch = self._spreads(policy, each)
+        groups = [[*_compared(policy, own, deviation)] for own, deviation in zip(each, of_batch, strict=True)]
+        failed = frozenset(group.asked.agent for own in groups for group in own if group.failed)
+        sums = torch.stack(
+            [self._sums(policy, own, deviation) for own, deviation in zip(groups, of_batch, strict=True)]
+        )
+        return Rollout(replace(policy, of_step=sums, failed=failed), groups, failure)
+
+    def _judged(self, policy: Policy, step: int, one: Asked, course: Course, requests: Sequence[Any]) -> Group:
+        prompter, objective = policy.crowd.prompter, policy.objective
+        assert prompter is not None
+        failed = any(request.error is not None for request in requests)
+        end = min(requests[0].decoding.ends, default=0)
+        tokens = [request.tokens or [end] for request in requests]
+        texts = [prompter.text(ids) for ids in tokens]
+        agent = policy.crowd.agents[one.agent]
+        if failed:
+            rewards = torch.full((len(texts), len(policy.rewards)), math.nan, dtype=torch.float64)
+        else:
+            asking, own = Asking.of(course.rows, one.row), agent.settings
+            seed_everything(own.seed, "rewards", own.index, step, one.row)
+            where = f"step {step + 1}, {agent.name}, {asking.place}"
+            rewards = rewards_of_group(policy.rewards, asking, texts, tokens, where, objective.reward_timeout)
+        cut = [request.finish != "stop" for request in requests]
+        return Group(one, tokens, texts, cut, failed, rewards, rewards.new_zeros(len(texts)))
+
+    def _spreads(self, policy: Policy, each: Sequence[Sequence[Group]]) -> list[Tensor | None]:
+        """The deviation of all rewards of each agent in the step, over all processes, if it divides advantages."""
+        if policy.objective.scale_rewards != "batch":
+            return [None] * len(each)
+        weights = policy.objective.reward_weights
+        here = [[x for group in own for x in total_rewards(group.rewards, weights).tolist()] for own in each]
+        of_all = self.processes.gather_object(here)
+        return [
+            spread(torch.tensor([x for process in of_all for x in process[k]], dtype=torch.float64))
+            for k in range(len(each))
+        ]
+
+    def _sums(self, policy: Policy, groups: Sequence[Group], of_batch: Tensor | None) -> Tensor:
+        """[M, 2] what the completions of one agent add to the sums of the step."""
+        if not groups:
+            return torch.zeros(len(policy.sums.places), 2, dtype=torch.float64)
+        rewards = torch.cat([group.rewards for group in groups])
+        total = total_rewards(rewards, policy.objective.reward_weights)
+        spreads = spread(total.view(len(groups), -1)) if of_batch is None else of_batch.expand(len(groups))
+        lengths = [len(ids) for group in groups for ids in group.tokens]
+        cut = [is_cut for group in groups for is_cut in group.cut]
+        flat = torch.isclose(spreads, torch.zeros_like(spreads))
+        return policy.sums.of_completions(rewards, total, flat, lengths, cut, self.processes.process_index)
+
+
+def _compared(policy: Policy, groups: Sequence[Group], of_batch: Tensor | None) -> Iterator[Group]:
+    """The groups of one agent with their advantages."""
+    for group in groups:
+        total = total_rewards(group.rewards, policy.objective.reward_weights)[None]
+        yield replace(group, advantages=advantages(total, policy.objective.scale_rewards, of_batch)[0])

@@ -1,0 +1,371 @@
+"""GRPO: losses and gradients are TRL's, completions depend on nothing but their keys, and rewards fail loudly."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import pytest
+import torch
+from torch import Tensor
+
+import ci_llm
+from ci_llm.base.load import load_base
+from ci_llm.config import Config
+from ci_llm.core.run_status import read_status
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.drawing import Asked, Drawer
+from ci_llm.crowd.policy import Policy
+from ci_llm.data.prompts import Prompter
+from ci_llm.embedded import BASE_FOLDER, rows
+from ci_llm.errors import RewardFailed
+from ci_llm.lora.settings import LoraSettings
+from ci_llm.objectives import objective_of
+from ci_llm.objectives.grpo import advantages, spread, total_rewards
+from ci_llm.objectives.grpo.rewards import Reward, judged, rewards_of
+from ci_llm.run.step.rollout import Group, Rollout
+from tests.crowd.test_preferences import gradients_of, load
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+K, G, LONGEST = 2, 4, 40
+WEIGHTS: Final = (0.7, 0.3)
+
+
+def crowd_of(num_agents: int = K, **more: Any) -> Crowd:
+    """Agents that differ from the base and from each other."""
+    base = load_base("embedded", "fp32")
+    crowd = Crowd(base.model, LoraSettings(num_agents=num_agents, rank=4, alpha=8, **more), "embedded", base.pad_id)
+    for k, agent in enumerate(crowd.agents):
+        own = torch.Generator().manual_seed(k + 1)
+        with torch.no_grad():
+            agent.weights.add_(torch.randn(agent.weights.shape, generator=own) * 0.02)
+    crowd.prompter = Prompter(base.tokenizer)
+    return crowd.train()
+
+
+def grpo(**settings: Any) -> Any:
+    given = {"num_generations": G, "max_completion_length": LONGEST, "rewards": ("length", "final_number")}
+    config = Config(objective="grpo", reward_weights=WEIGHTS, **(given | settings))
+    return objective_of("grpo", [config] * K)
+
+
+def prompts(crowd: Crowd, count: int) -> list[list[int]]:
+    assert crowd.prompter is not None
+    return [crowd.prompter.ids(row["question"]) for row in rows("train")[:count]]
+
+
+def groups_of(crowd: Crowd, agent: int, end: int) -> list[Group]:
+    """Four groups: a third of the completions is cut, one reward of a function is None, one group is flat."""
+    draw = torch.Generator().manual_seed(10 + agent)
+    found = []
+    for row, prompt in enumerate(prompts(crowd, 4)):
+        lengths = torch.randint(3, 10, (G,), generator=draw).tolist()
+        cut = [(row * G + n) % 3 == 0 for n in range(G)]
+        tokens = [
+            torch.randint(5, 500, (length,), generator=draw).tolist() + [end] * (not is_cut)
+            for length, is_cut in zip(lengths, cut, strict=True)
+        ]
+        rewards = torch.rand(G, 2, generator=draw, dtype=torch.float64).float().double()
+        if row == 0:
+            rewards[1, 0] = torch.nan
+        if row == 2:
+            rewards[:] = 0.5
+        found.append(Group(Asked(agent, row, prompt), tokens, [""] * G, cut, False, rewards, rewards[:, 0]))
+    return found
+
+
+def compared(groups: Sequence[Group], scale: str) -> list[Group]:
+    total = torch.stack([total_rewards(group.rewards, WEIGHTS) for group in groups])
+    gains = advantages(total, scale, spread(total.flatten()) if scale == "batch" else None)
+    return [replace(group, advantages=own) for group, own in zip(groups, gains, strict=True)]
+
+
+def step_of(crowd: Crowd, objective: Any, each: Sequence[Sequence[Group]], *how: int) -> Tensor:
+    """[K] the losses of a step in these parts; its gradients are in the crowd."""
+    named = tuple(Reward(name, lambda **_: []) for name in "ab")
+    policy = Policy(objective, crowd, named)
+    crowd.train()
+    crowd.storage.begin_step(0)
+    losses, counted = torch.zeros(K, dtype=torch.float64), torch.zeros(K, dtype=torch.float64)
+    for number, batch in enumerate(Rollout(policy, each).parts(*how)):
+        crowd.storage.begin_micro_step(0, 0, number)
+        for part in crowd.parts(batch):
+            found = [policy(output, 0) for output in crowd(part)]
+            sum(loss.total for loss in found).backward()  # type: ignore[union-attr]
+            for loss in found:
+                losses[loss.agents[0]] += loss.task[0]
+                counted[loss.agents[0]] += loss.targets[0]
+    crowd.storage.gradients.div_(counted[:, None])
+    return losses / counted
+
+
+class Trl:
+    """TRL's own trainer, with given completions and rewards."""
+
+    def __init__(self, folder: Path, temperature: float = 1.0) -> None:
+        from datasets import Dataset
+        from peft import LoraConfig
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from trl import GRPOConfig, GRPOTrainer
+
+        self.rows = [{"prompt": row["question"]} for row in rows("train")[:4] for _ in range(G)]
+        self.groups: Sequence[Group] = ()
+        config = GRPOConfig(
+            str(folder), num_generations=G, per_device_train_batch_size=4 * G, max_completion_length=LONGEST,
+            use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
+            reward_weights=[*WEIGHTS], temperature=temperature,
+        )  # fmt: skip
+        self.trainer: Any = GRPOTrainer(
+            AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32),
+            [self._first, self._second],
+            config,
+            processing_class=AutoTokenizer.from_pretrained(BASE_FOLDER),
+            train_dataset=Dataset.from_list(self.rows),
+            peft_config=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"),
+        )
+        self.trainer._tokenize_prompts = lambda _: (
+            [[*group.asked.prompt] for group in self.groups for _ in range(G)],
+            None,
+            {},
+        )
+        self.trainer._generate_single_turn = lambda *_, **__: ([t for g in self.groups for t in g.tokens], None)
+
+    def _rewards(self, function: int) -> list[float | None]:
+        found = [x for group in self.groups for x in group.rewards[:, function].tolist()]
+        return [None if math.isnan(x) else x for x in found]
+
+    def _first(self, **_: Any) -> list[float | None]:
+        return self._rewards(0)
+
+    def _second(self, **_: Any) -> list[float | None]:
+        return self._rewards(1)
+
+    def step(self, groups: Sequence[Group], objective: Any) -> tuple[float, Tensor, dict[str, Tensor]]:
+        """Loss, advantages and gradients."""
+        self.groups, trainer = groups, self.trainer
+        trainer.loss_type, trainer.scale_rewards = objective.kind, objective.scale_rewards
+        trainer.beta, _ = objective.of_agent(0)  # the temperature is that of its making
+        trainer.mask_truncated_completions = objective.mask_truncated_completions
+        trainer.args.use_bias_correction_kl = objective.use_bias_correction_kl
+        trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = 1
+        trainer.model.train()
+        trainer.model.zero_grad()
+        with torch.no_grad():
+            inputs = trainer._generate_and_score_completions(self.rows)
+        loss = trainer.compute_loss(trainer.model, inputs)
+        loss.backward()
+        named = trainer.model.named_parameters()
+        found = {name.replace(".default", ""): p.grad for name, p in named if p.requires_grad}
+        return float(loss), inputs["advantages"], found
+
+
+#: Divisions of a step: all prompts at once, two, one, and one whose group is divided.
+PARTS: Final = ((4,), (2,), (1,), (1, 2))
+#: Scales, divergences and masks; each case takes a part of them.
+SETTINGS: Final = [
+    *itertools.product(("group", "batch", "none"), ((0.0, True), (0.04, True), (0.04, False)), (False, True))
+]
+CASES: Final = [*itertools.product(("dapo", "grpo", "dr_grpo"), (1.0, 0.7))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: f"{CASES[case][0]}, {CASES[case][1]}")
+def test_losses_advantages_and_gradients_are_those_of_trl(case: int, tmp_path: Path) -> None:
+    kind, temperature = CASES[case]
+    crowd, trl = crowd_of(), Trl(tmp_path, temperature)
+    end = trl.trainer.processing_class.eos_token_id
+    drawn = [groups_of(crowd, k, end) for k in range(K)]
+    for number, (scale, (beta, corrected), masked) in [*enumerate(SETTINGS)][case % 4 :: 4]:
+        objective = grpo(
+            loss_type=(kind,), temperature=temperature, scale_rewards=scale, beta=beta,
+            use_bias_correction_kl=corrected, mask_truncated_completions=masked,
+        )  # fmt: skip
+        each = [compared(groups, scale) for groups in drawn]
+        crowd.storage.pass_per_agent = number % 3 == 0
+        losses = step_of(crowd, objective, each, *PARTS[(number + case) % 4])
+        for k, groups in enumerate(each):
+            load(trl.trainer.model, crowd.agents[k].state_dict())
+            loss, gains, wanted = trl.step(groups, objective)
+            assert float(losses[k]) == pytest.approx(loss, abs=1e-5)
+            torch.testing.assert_close(torch.cat([g.advantages for g in groups]).float(), gains, atol=1e-5, rtol=0)
+            found = gradients_of(crowd, k)
+            assert {*found} == {*wanted}
+            assert max(float(x.abs().max()) for x in wanted.values()) > 1e-3
+            for name, gradient in found.items():
+                torch.testing.assert_close(gradient, wanted[name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_a_completion_without_a_reward_is_left_out_where_trl_counts_it(tmp_path: Path) -> None:
+    crowd, trl, objective = crowd_of(), Trl(tmp_path), grpo(loss_type=("grpo",))
+    groups = groups_of(crowd, 0, trl.trainer.processing_class.eos_token_id)
+    groups[1].rewards[2] = torch.nan
+    each = [compared(groups, "group"), compared(groups_of(crowd, 1, 2), "group")]
+    found = step_of(crowd, objective, each, 4)
+    load(trl.trainer.model, crowd.agents[0].state_dict())
+    loss, gains, _ = trl.step(each[0], objective)
+    assert gains[4 + 2] == 0
+    assert each[0][1].advantages[2].isnan()
+    assert float(found[0]) == pytest.approx(loss * 16 / 15, abs=1e-5)  # 15 of 16 count
+
+
+def drawer(crowd: Crowd) -> Drawer:
+    return Drawer(crowd, lambda: None)
+
+
+def ids_of(crowd: Crowd, agents: Sequence[int], objective: Any, *, step: int = 3, most: int = 512) -> Any:
+    asked = [Asked(k, row, ids) for row, ids in enumerate(prompts(crowd, 3)) for k in agents]
+    found = replace(drawer(crowd), most=most).draw(asked, objective, step)
+    return {(one.agent, one.row): [r.tokens for r in own] for one, own in zip(asked, found, strict=True)}
+
+
+@pytest.mark.slow
+def test_completions_depend_on_agent_step_row_and_number_alone() -> None:
+    crowd, objective = crowd_of(), grpo(temperature=4.0)
+    found = ids_of(crowd, (0, 1), objective)
+    assert len({tuple(ids) for own in found.values() for ids in own}) > 20
+    alone = ids_of(crowd, (1,), objective, most=2)
+    assert alone == {key: own for key, own in found.items() if key[0] == 1}
+    assert ids_of(crowd, (0, 1), objective, step=4) != found
+    by_seed = crowd_of(1, seed=42, agents=({"seed": 42},))
+    assert ids_of(by_seed, (0,), objective) == {key: own for key, own in found.items() if key[0] == 0}
+
+
+@pytest.mark.slow
+def test_tokens_are_drawn_as_often_as_the_softmax_at_the_temperature_says() -> None:
+    crowd, count, warmth = crowd_of(), 2000, 3.0
+    objective = grpo(temperature=warmth, num_generations=count, max_completion_length=1)
+    [prompt] = prompts(crowd, 1)
+    [drawn] = drawer(crowd).draw([Asked(1, 0, prompt)], objective, 0)
+    with torch.no_grad(), crowd.active_agent(1) as model:
+        shares = (model(torch.tensor([prompt])).logits[0, -1].double() / warmth).softmax(-1)
+    found = torch.bincount(torch.tensor([r.tokens[0] for r in drawn]), minlength=len(shares)).double()
+    common = shares * count >= 5
+    wanted = torch.cat([shares[common], shares[~common].sum()[None]]) * count
+    seen = torch.cat([found[common], found[~common].sum()[None]])
+    degrees = len(wanted) - 1
+    assert degrees > 5
+    assert float(((seen - wanted) ** 2 / wanted).sum()) < degrees + 4 * math.sqrt(2 * degrees)
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_while_texts_are_drawn_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd, objective = crowd_of(), grpo(temperature=4.0)
+    wanted, own = ids_of(crowd, (0, 1), objective), drawer(crowd)
+    step, fails = type(crowd).packed, iter([True, False, True, False])
+    monkeypatch.setattr(type(crowd), "packed", lambda self, *a, **b: _fail(next(fails, False)) or step(self, *a, **b))
+    asked = [Asked(k, row, ids) for row, ids in enumerate(prompts(crowd, 3)) for k in (0, 1)]
+    found = own.draw(asked, objective, 3)
+    assert own.most == 12
+    assert [[r.tokens for r in each] for each in found] == [wanted[one.agent, one.row] for one in asked]
+
+
+def _fail(fails: bool) -> None:
+    if fails:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+GIVEN: Final = {"prompts": ["p"] * 3, "completions": ["a 1,000.", "b 3", ""], "completion_ids": [[1], [2, 3], [4]]}
+
+
+def test_built_in_rewards() -> None:
+    names = ("final_number", "exact_match", "regex:^b", "length", "regex:x")
+    found = rewards_of(names, None, 4)
+    assert [reward.name for reward in found] == ["final_number", "exact_match", "regex", "length", "regex#2"]
+    given = {**GIVEN, "answer": ["2+2=4\n#### 1000", "b 3", None]}
+    values = [judged(reward, given, "row 0") for reward in found]
+    assert values[0][:2] == [1.0, 1.0]
+    assert math.isnan(values[0][2])
+    assert values[1][:2] == [0.0, 1.0]
+    assert values[2:] == [[0.0, 1.0, 0.0], [0.75, 0.5, 0.75], [0.0] * 3]
+
+
+def raising(completions: Sequence[str], **_: Any) -> list[float]:
+    if "b 3" in completions:
+        raise KeyError("three")
+    return [0.0] * len(completions)
+
+
+def slow(**_: Any) -> list[float]:
+    time.sleep(5)
+    return []
+
+
+async def waiting(completions: Sequence[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def failures() -> Iterator[tuple[Any, float | None, Sequence[str]]]:
+    yield raising, None, ("KeyError", "step 4, row 7", "completion 1: 'b 3'")
+    yield (lambda **_: [0.0] * 2), None, ("2 values for 3 completions", "row 7")
+    yield (lambda **_: [0.0, math.inf, 0.0]), None, ("infinite", "completion 1")
+    yield (lambda **_: ["x", "y", "z"]), None, ("ValueError", "row 7")
+    yield slow, 0.05, ("TimeoutError", "reward_timeout", "row 7")
+
+
+@pytest.mark.parametrize(("function", "timeout", "told"), [*failures()])
+def test_a_reward_that_fails_says_function_row_and_completion(
+    function: Any, timeout: float | None, told: Sequence[str]
+) -> None:
+    with pytest.raises(RewardFailed) as raised:
+        judged(Reward("mine", function), GIVEN, "step 4, row 7", timeout)
+    assert raised.value.exit_code == 1
+    assert all(part in str(raised.value) for part in ("reward mine", *told))
+
+
+def test_a_reward_may_be_awaited_and_may_give_none() -> None:
+    assert judged(Reward("mine", waiting), GIVEN, "") == [8.0, 3.0, 0.0]
+    assert math.isnan(judged(Reward("mine", lambda **_: [None, 1, True]), GIVEN, "", 5.0)[0])
+
+
+def test_a_function_of_weight_0_is_only_measured() -> None:
+    rewards = torch.tensor([[1.0, 5.0], [torch.nan, 5.0], [torch.nan, torch.nan]], dtype=torch.float64)
+    assert total_rewards(rewards, (2.0, 0.0))[0] == 2.0
+    assert total_rewards(rewards, (2.0, 0.0))[1:].isnan().all()
+    assert total_rewards(rewards, (2.0, 1.0)).tolist()[:2] == [7.0, 5.0]
+
+
+CALLS: Final = {"count": 0, "fails_at": 0}
+
+
+def brittle(completions: Sequence[str], **_: Any) -> list[float]:
+    """Fails once."""
+    CALLS["count"] += 1
+    if CALLS["count"] == CALLS["fails_at"]:
+        raise RuntimeError("the judge is away")
+    return [float(len(text)) for text in completions]
+
+
+@pytest.mark.slow
+def test_a_run_whose_reward_fails_saves_its_last_step_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    given: dict[str, Any] = {
+        "objective": "grpo", "rewards": "tests.run.test_grpo:brittle", "num_generations": 2, "max_completion_length": 4,
+        "temperature": 3.0, "num_agents": 2, "lora_rank": 2, "max_train_samples": 6, "max_train_steps": 3,
+        "batch_size": 2, "eval_steps": "null", "eval_samples": 2, "save_steps": "null", "num_workers": 0,
+        "report_to": "none", "logging_steps": 1, "log_completions": True,
+    }  # fmt: skip
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    CALLS.update(count=0, fails_at=0)
+    ci_llm.train(given, output_dir=whole)
+    CALLS.update(count=0, fails_at=8)  # in the second step, of four calls each
+    with pytest.raises(RewardFailed, match="the judge is away") as raised:
+        ci_llm.train(given, output_dir=broken)
+    assert "step 2, agent1, embedded" in str(raised.value)
+    assert read_status(broken).reason == "reward"
+    assert (broken / "checkpoint_step_1").is_dir()
+    result = ci_llm.train(given, output_dir=broken)
+    assert result.status == "completed"
+    for name in ("agent0", "agent1"):
+        files = [folder / "final_checkpoint" / name / "adapter_model.safetensors" for folder in (whole, broken)]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    tables = [pq.read_table(folder / "completions").to_pylist() for folder in (whole, broken)]
+    assert tables[0] == tables[1]
+    assert len(tables[0]) == 3 * 2 * 2 * 2
+    assert {"step", "agent", "prompt", "completion", "brittle", "advantage"} <= {*tables[0][0]}
