@@ -250,13 +250,13 @@ def generation(context: CheckContext) -> str:
 
 def rewards(context: CheckContext) -> str:
     """An agent draws the completions of one prompt, and the functions reward them."""
-    run = context.trainer
-    if not isinstance(run.objective, Policy):
-        return f"none: objective {run.config.objective}"
-    rows = run.courses.each[0].rows
+    trainer = context.trainer
+    if not isinstance(trainer.objective, Policy):
+        return f"none: objective {trainer.config.objective}"
+    rows = trainer.courses.each[0].rows
     asked = [Owned((0,), pack([rows[0]], [0]))]
-    rollout = run.rollouts.of_step(run.objective, 0, [asked], run.courses)
-    return "\n".join(line.strip() for line in rollout.lines(run.objective.objective.num_generations))
+    rollout = trainer.rollouts.of_step(trainer.objective, 0, [asked], trainer.courses)
+    return "\n".join(line.strip() for line in rollout.lines(trainer.objective.objective.num_generations))
 
 
 @torch.no_grad()
