@@ -283,7 +283,7 @@ CAPS = {
     "cluster": 755,
     "config": 2195,
     "core": 1495,
-    "crowd": 4513,
+    "crowd": 4515,
     "data": 3226,
     "distributed": 650,
     "dry_run": 785,
@@ -297,7 +297,7 @@ CAPS = {
     "objectives": 286,
     "report": 1119,
     "run": 4761,
-    "serve": 1412,
+    "serve": 1410,
     "supervisor": 1743,
     "sweep": 852,
 }
