@@ -283,7 +283,7 @@ CAPS = {
     "cluster": 755,
     "config": 2265,
     "core": 1505,
-    "crowd": 4821,
+    "crowd": 4823,
     "data": 3312,
     "distributed": 650,
     "dry_run": 799,
@@ -297,7 +297,7 @@ CAPS = {
     "objectives": 565,
     "report": 1121,
     "run": 5053,
-    "serve": 1412,
+    "serve": 1410,
     "supervisor": 1743,
     "sweep": 853,
 }

@@ -240,6 +240,14 @@ class Calibration:
         return TypeAdapter(cls).validate_python(record)
 
 
+def calibrated(calibration: Calibration | None, aggregator: str) -> Logistic | None:
+    """The function from the signals of a crowd's answer to the probability that it is right.
+
+    None without a calibration, or if it is about the answers of another aggregator.
+    """
+    return calibration.right if calibration is not None and calibration.aggregator == aggregator else None
+
+
 #: Before the rows are seen, every mixture of agents is as probable as any other.
 UNIFORM: Final = 1.0
 

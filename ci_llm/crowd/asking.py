@@ -14,7 +14,7 @@ import torch
 
 from ci_llm.crowd import generation
 from ci_llm.crowd.aggregators import find_vote
-from ci_llm.crowd.answers import TokenUncertainty, Uncertainty, agreement, of_text, signals
+from ci_llm.crowd.answers import TokenUncertainty, Uncertainty, agreement, calibrated, of_text, signals
 from ci_llm.crowd.decoding import Decoding, Generated, TokenIds, ends_of_base, free_positions
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.data.prompts import Prompt, Prompter
@@ -223,10 +223,10 @@ class _Asking:
 
     def answer(self, place: int, found: Generated) -> Answer:
         """The answer to the prompt at this place."""
-        [ids], [tokens], calibration, options = found.crowd, found.tokens, self.crowd.calibration, self.options
+        [ids], [tokens], options = found.crowd, found.tokens, self.options
         text, *agents = self.texts([ids, *(own for [own] in found.agents)])
-        fits = calibration is not None and calibration.aggregator == options.aggregator
-        probability = calibration.right(signals(tokens)) if calibration is not None and fits else None
+        right = calibrated(self.crowd.calibration, options.aggregator)
+        probability = None if right is None else right(signals(tokens))
         return Answer(
             prompt=self.prompts[place],
             answer=text,

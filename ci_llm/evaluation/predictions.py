@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 
 from ci_llm.core.durable import append, cut, locked, make_folders, read_json, write_bytes, write_json
 from ci_llm.core.evaluation import Abstention, Sureness
-from ci_llm.crowd.answers import Calibration
+from ci_llm.crowd.answers import Calibration, calibrated
 from ci_llm.crowd.judging import auroc, calibration_error
 from ci_llm.errors import BadInput
 
@@ -218,10 +218,10 @@ def sureness_of_answers(
     `by` names the judged number: the calibrated probability, or without a calibration the confidence. Answers are
     ordered by their log-probabilities, because the confidence rounds to 0 for long texts.
     """
-    fits = calibration is not None and calibration.aggregator == aggregator
-    numbers = [calibration.right(row["signals"]) if fits else row["confidence"] for row in rows]  # type: ignore[union-attr]
-    order = numbers if fits else [row["signals"][0] for row in rows]
-    by = "probability_right" if fits else "confidence"
+    right = calibrated(calibration, aggregator)
+    numbers = [row["confidence"] if right is None else right(row["signals"]) for row in rows]
+    order = [row["signals"][0] for row in rows] if right is None else numbers
+    by = "confidence" if right is None else "probability_right"
     return sureness(by, numbers, [row["correct"] for row in rows], abstain_below, order)
 
 

@@ -23,7 +23,7 @@ import torch
 
 from ci_llm.crowd import generation
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.answers import Logistic, TokenUncertainty, of_text, signals
+from ci_llm.crowd.answers import Logistic, TokenUncertainty, calibrated, of_text, signals
 from ci_llm.crowd.decoder import Decoder
 from ci_llm.crowd.decoding import Request, generate_key
 from ci_llm.crowd.model import CrowdModel
@@ -283,11 +283,9 @@ def _prompter(crowd: CrowdModel) -> Prompter:
 def right_by(crowd: CrowdModel, call: Call) -> Logistic | None:
     """The function from signals to the probability that an answer is right; None without a calibration for it."""
     found = crowd.calibration
-    if found is None or (call.who is None and found.aggregator != call.decoding.aggregator):
-        return None
     if call.who is None:
-        return found.right
-    return found.agent_right if call.who == found.agent else None
+        return calibrated(found, call.decoding.aggregator)
+    return found.agent_right if found is not None and call.who == found.agent else None
 
 
 def about(
