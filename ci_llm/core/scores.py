@@ -53,6 +53,7 @@ class Measures:
         first: what judges where rows are right or wrong: `exact_match`, or the first of `metrics`.
         right: what `exact_match` is.
         loss: the unit of `nll`.
+        gain: what minus `nll` is, where people read that.
         trained: the unit of the loss in training.
     """
 
@@ -60,6 +61,7 @@ class Measures:
     first: str = "exact_match"
     right: str = "exact match"
     loss: str = "nats per token"
+    gain: str | None = None
     trained: str = "nats per token"
 
     @property
@@ -82,7 +84,9 @@ _BY_OBJECTIVE: Final[Mapping[str, Measures]] = {
     "kto": Measures(_RATED, _RATED[0], trained="loss per row"),
     "reward": Measures(_PAIRS, right="accuracy", loss="nats per pair", trained="loss per pair"),
     "classification": Measures(_CLASSES, right="accuracy", loss="nats per row", trained="nats per row"),
-    "grpo": Measures(_REWARDS, _REWARDS[0], right="share of reward 1", loss="minus the reward", trained="loss of GRPO"),
+    "grpo": Measures(
+        _REWARDS, _REWARDS[0], right="share of reward 1", loss="minus the reward", gain="reward", trained="loss of GRPO"
+    ),
     "regression": Measures(_NUMBERS, right="accuracy", loss="squared error", trained="squared error"),
 }
 

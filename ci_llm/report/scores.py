@@ -144,7 +144,11 @@ def gains(evaluation: Evaluation) -> Iterator[tuple[str, Gain]]:
     for name, gain in zip(("the agents' mean", "the best agent", "a majority vote"), over, strict=True):
         if gain is not None:
             is_known = gain.interval95 is not None and math.isfinite(gain.interval95)
-            yield name, Gain(gain.value, gain.interval95 if is_known else None, True, evaluation.n, measure)
+            half = gain.interval95 if is_known else None
+            if measure == "nll" and (better := evaluation.measures.gain):
+                yield name, Gain(-gain.value, half, True, evaluation.n, better)
+            else:
+                yield name, Gain(gain.value, half, True, evaluation.n, measure)
 
 
 def notes(evaluation: Evaluation, run: Path | str) -> Iterator[str]:
@@ -178,12 +182,17 @@ def _adds_nothing(evaluation: Evaluation) -> tuple[int, str] | None:
     best, words = nll.index(min(nll)), evaluation.measures
     if crowd > nll[best]:
         rows = evaluation.solutions.n
-        return best, f": {crowd:.4f} {words.loss}, {evaluation.agent_names[best]} {nll[best]:.4f}, over {rows}"
+        unit, sign = (words.gain, -1) if words.gain else (words.loss, 1)
+        told = f"{sign * crowd:.4f} {unit}, {evaluation.agent_names[best]} {sign * nll[best]:.4f}"
+        return best, f": {told}, over {rows}"
     for over, gain in [*gains(evaluation)][:2]:
         if gain.is_sure is False:
-            by_loss = gain.measure == "nll"
+            by_loss = gain.measure != "exact_match"
             best = best if by_loss else exact.index(max(exact))
-            return best, f" sure in {words.loss if by_loss else words.right}: {gain} over {over}, over {gain.rows}"
+            return (
+                best,
+                f" sure in {(words.gain or words.loss) if by_loss else words.right}: {gain} over {over}, over {gain.rows}",
+            )
     return None
 
 
@@ -217,7 +226,10 @@ def _columns(evaluation: Evaluation, found: Sequence[Score]) -> Iterator[tuple[s
         bits = evaluation.tokens / math.log(2) / max(1, evaluation.bytes)
         yield "perplexity", 12, shown((each and math.exp(each) for each in nll), ".3f")
         yield "bits per byte", 17, shown((each and each * bits for each in nll), ".4f")
-    yield words.loss, 16, shown(nll, ".4f")
+    if words.gain:
+        yield words.gain, 16, shown((each and -each for each in nll), ".4f")
+    else:
+        yield words.loss, 16, shown(nll, ".4f")
     if len({*rates} - {None}) > 1:
         yield "learning rate", 15, shown(rates, "g")
 
