@@ -189,10 +189,8 @@ def _adds_nothing(evaluation: Evaluation) -> tuple[int, str] | None:
         if gain.is_sure is False:
             by_loss = gain.measure != "exact_match"
             best = best if by_loss else exact.index(max(exact))
-            return (
-                best,
-                f" sure in {(words.gain or words.loss) if by_loss else words.right}: {gain} over {over}, over {gain.rows}",
-            )
+            unit = (words.gain or words.loss) if by_loss else words.right
+            return best, f" sure in {unit}: {gain} over {over}, over {gain.rows}"
     return None
 
 
