@@ -295,7 +295,7 @@ CAPS = {
     "lora": 1336,
     "mirror": 978,
     "objectives": 565,
-    "report": 1133,
+    "report": 1131,
     "run": 5053,
     "serve": 1410,
     "supervisor": 1743,
