@@ -222,20 +222,20 @@ def arm() -> None:
     own = int(os.environ.get("RANK", "0"))
     struck = {(line["kind"], line["step"]) for line in ledger(Path()) if line["kind"] not in CHANGES_MATHS}
     waiting = {fault.step: fault for fault in plan if fault.victim == own and (fault.kind, fault.step) not in struck}
-    train, compute = job.train, loop.compute_gradients
+    train, agree = job.train, loop.agree_on_gradients
 
-    def begin(run: Any, *rest: Any) -> Any:
+    def begin(trainer: Any, *rest: Any) -> Any:
         if own == 0:
-            _note("start", run.state.step)
-        return train(run, *rest)
+            _note("start", trainer.state.step)
+        return train(trainer, *rest)
 
-    def strike(run: Any, step: int, *rest: Any) -> Any:
+    def strike(trainer: Any, attempt: Any, step: int, *rest: Any) -> Any:
         if fault := waiting.pop(step, None):
             _note(fault.kind, step)
-            globals()[f"_{fault.kind}"](run)
-        return compute(run, step, *rest)
+            globals()[f"_{fault.kind}"](attempt)
+        return agree(trainer, attempt, step, *rest)
 
-    job.train, loop.compute_gradients = begin, strike
+    job.train, loop.agree_on_gradients = begin, strike
     watchdog.FIRST_S = watchdog.LEAST_S = 20.0  # type: ignore[misc]
 
 
@@ -320,21 +320,21 @@ def _terminate(_: Any) -> None:
 _world = _terminate
 
 
-def _walltime(run: Any) -> None:
-    run.interrupts.request_stop("walltime")
+def _walltime(attempt: Any) -> None:
+    attempt.interrupts.request_stop("walltime")
 
 
 def _kill(_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _node(run: Any, last_act: Callable[[], None] = lambda: None) -> None:
+def _node(attempt: Any, last_act: Callable[[], None] = lambda: None) -> None:
     others = [process for process in psutil.process_iter() if process.pid != os.getpid() and _belongs(process)]
     for process in others:
         process.kill()
     psutil.wait_procs(others, timeout=1)  # who has no parent left may stay in the table, but does nothing
     last_act()
-    _kill(run)
+    _kill(attempt)
 
 
 def _belongs(process: psutil.Process) -> bool:
@@ -344,17 +344,17 @@ def _belongs(process: psutil.Process) -> bool:
         return False
 
 
-def _lost_disk(run: Any) -> None:
-    _node(run, lambda: shutil.rmtree(run.config.run_folder))
+def _lost_disk(attempt: Any) -> None:
+    _node(attempt, lambda: shutil.rmtree(attempt.config.run_folder))
 
 
-def _damage(run: Any) -> None:
-    run.manager.wait_until_finished()
-    path = run.manager.path(run.manager.all_steps()[-1]) / "agent0" / "adapter_model.safetensors"
+def _damage(attempt: Any) -> None:
+    attempt.manager.wait_until_finished()
+    path = attempt.manager.path(attempt.manager.all_steps()[-1]) / "agent0" / "adapter_model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    _kill(run)
+    _kill(attempt)
 
 
 def _hang(_: Any) -> None:

@@ -65,7 +65,7 @@ def test_only_sums_norms_and_comparisons_are_computed_in_fp64(simulated: Simulat
         "distributed/ballot.py:encode",
         "lora/attention.py:distance",
         "lora/passes.py:distance",
-        "run/loop.py:compute_gradients",
+        "run/step/gradients.py:compute_gradients",
         "run/one_layer.py:_bytes",
         "run/one_layer.py:_losses_and_gradients",
         "run/step/nonfinite.py:nonfinite_here",

@@ -26,6 +26,7 @@ from ci_llm.core.run_status import read_status
 from ci_llm.crowd import publishing
 from ci_llm.data.batches import pack
 from ci_llm.data.tokens import Example
+from ci_llm.distributed.ballot import Verdict
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run import loop
@@ -461,15 +462,15 @@ def test_an_interrupted_run_is_saved_and_resumes_to_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder, original = tmp_path / "run", loop.compute_gradients
+    folder, original = tmp_path / "run", loop.agree_on_gradients
 
-    def interrupted(run: loop.Run, step: int, *rest: Any) -> loop.Sums:
+    def interrupted(trainer: Any, attempt: Any, step: int, *rest: Any) -> Verdict:
         if step == 2:
-            run.interrupts.request_stop("signal:SIGTERM")
-        return original(run, step, *rest)
+            attempt.interrupts.request_stop("signal:SIGTERM")
+        return original(trainer, attempt, step, *rest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "compute_gradients", interrupted)
+        patched.setattr(loop, "agree_on_gradients", interrupted)
         assert train(folder) == 0
     status = read_status(folder)
     assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", 3)

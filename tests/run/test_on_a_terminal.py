@@ -26,14 +26,14 @@ def train(words: list[str], seen: str) -> int:
     from ci_llm.cli.main import main
     from ci_llm.run import loop
 
-    compute = loop.compute_gradients
+    agree = loop.agree_on_gradients
 
-    def compute_when_seen(run: Any, step: int, *rest: Any) -> Any:
+    def agree_when_seen(trainer: Any, attempt: Any, step: int, *rest: Any) -> Any:
         if step == 6:
             wait_until("the area is seen", Path(seen).exists)
-        return compute(run, step, *rest)
+        return agree(trainer, attempt, step, *rest)
 
-    loop.compute_gradients = compute_when_seen  # type: ignore[assignment]
+    loop.agree_on_gradients = agree_when_seen
     return main(["train", *words])
 
 

@@ -111,9 +111,9 @@ def training(directory: str, arguments: list[str]) -> int:
 
     real, counts = loop.save, []
 
-    def counted(run: Any) -> None:
+    def counted(*given: Any) -> None:
         with collectives() as entered:
-            real(run)
+            real(*given)
         counts.append(entered)
 
     loop.save = counted

@@ -37,6 +37,7 @@ from ci_llm.run import loop
 from ci_llm.run.end import attempt, result
 from ci_llm.run.end import watchdog as hang_watch
 from ci_llm.run.end.watchdog import SilenceTimer
+from ci_llm.run.step import gradients
 from tools.testbed.events import DEADLINE_S, new_rows, wait_until, wait_until_committed
 from tools.testbed.forkserver import ForkServer
 
@@ -111,7 +112,7 @@ def nan_gradient(fault: Fault) -> None:
         if Now.strikes(fault):
             gradients[list(fault.agents), 0] = math.nan
 
-    wrap(loop, "nonfinite_here", strike)
+    wrap(gradients, "nonfinite_here", strike)
 
 
 def nan_output(fault: Fault) -> None:
@@ -144,7 +145,7 @@ def short_memory(fault: Fault) -> None:
     # Blocks of more than 128 KiB go back to the kernel when they are freed. By default glibc keeps some of them, which
     # can be taken again without asking the kernel; how many depends on the threads of the process.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10) == 1
-    wrap(loop, "compute_gradients", strike)
+    wrap(gradients.Passes, "compute_gradients", strike)
     wrap(loop, "save", lift)  # of the last step: its threads want memory for their stacks
 
 
@@ -243,7 +244,7 @@ def terminated_after_another(fault: Fault) -> None:
             wait_until("another process has failed", lambda: any(Path("run/attempts").glob("*/process_*.json")))
             os.kill(os.getpid(), signal.SIGTERM)
 
-    wrap(loop, "compute_gradients", strike)
+    wrap(gradients.Passes, "compute_gradients", strike)
 
 
 def bug(fault: Fault) -> None:
@@ -267,7 +268,7 @@ def hang(fault: Fault) -> None:
         if Now.strikes(fault):
             threading.Event().wait()
 
-    wrap(loop, "compute_gradients", wait_for_nothing)
+    wrap(gradients.Passes, "compute_gradients", wait_for_nothing)
 
 
 def note_votes() -> None:
@@ -322,7 +323,7 @@ def kill(fault: Fault) -> None:
                 wait_until_committed(Path("run"), fault.committed)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    wrap(loop, "compute_gradients", strike)
+    wrap(gradients.Passes, "compute_gradients", strike)
 
 
 def no_report(fault: Fault) -> None:
@@ -342,7 +343,7 @@ def terminate(fault: Fault) -> None:
         if Now.strikes(fault):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    wrap(loop, "compute_gradients", strike)
+    wrap(gradients.Passes, "compute_gradients", strike)
 
 
 KINDS: dict[str, Callable[[Fault], None]] = {
@@ -384,7 +385,7 @@ def watch_once_it_hangs() -> None:
 def arm(faults: Sequence[Fault]) -> None:
     """Let these faults strike in this process, and note what it trains on."""
 
-    def note(_run: object, step: int, *_: object) -> None:
+    def note(_passes: object, step: int, *_: object) -> None:
         Now.step, Now.rows = step, []
 
     def note_rows(_crowd: Crowd, rows: batches.MicroBatch) -> None:
@@ -403,7 +404,7 @@ def arm(faults: Sequence[Fault]) -> None:
     for fault in faults:
         if fault.process in (None, own_index()):
             KINDS[fault.kind](fault)
-    wrap(loop, "compute_gradients", note)  # last, so that it comes first
+    wrap(gradients.Passes, "compute_gradients", note)  # last, so that it comes first
 
 
 def train_with_faults(
