@@ -155,7 +155,7 @@ def own_values(own: OwnEntries, problems: list[Problem]) -> dict[str, Any]:
     if not own.entries:
         return {}
     agents = []
-    for entries in own.entries:
+    for entries in map(dict, own.entries):
         named = entries.pop(NAME, None)
         values = sound_values(read_values(entries, problems), entries, problems)
         agent: dict[str, Any] = {} if named is None else {NAME: _name(named, problems)}

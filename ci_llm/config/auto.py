@@ -1,4 +1,4 @@
-"""The values that `auto` stands for, and why: rates, ranks and lengths follow the base, rows and epochs the data.
+"""The values that `auto` stands for, and why: rates, ranks and lengths follow the base, and rows what is asked.
 
 The shape of an adapter to start from comes before that.
 
@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from ci_llm.config.own_keys import AUTO, KeysOfEach
+from ci_llm.config.own_keys import AUTO, EMBEDDED, KeysOfEach
 
 #: The keys that decide what auto stands for.
 FOLLOWED: Final = ("model_name", "dataset_name")
 _LISTS: Final = (("lora_target_modules", "target_modules"), ("agent_layers", "layers_to_transform"))
-_EMBEDDED: Final = "embedded"
 #: Objectives with a head, which is new and has to be learned.
 _HEADS: Final = ("reward", "classification", "regression")
 _OF_LORA: Final = "usual for LoRA; a small base often takes a higher rate, which a sweep finds"
@@ -79,7 +78,7 @@ def _shape_of(file: Path) -> dict[str, Any]:
 
 def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
     """(key, value, why) of every key that may say auto."""
-    on_embedded = c.model_name == _EMBEDDED
+    on_embedded = c.model_name == EMBEDDED
     why = "measured on the embedded base" if on_embedded else _OF_LORA
     rate = 8e-3 if on_embedded else 2e-4
     if c.objective not in (AUTO, "sft"):  # ten times TRL's rates, which are for all weights of a model
@@ -90,11 +89,6 @@ def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
     yield "max_seq_length", 256 if on_embedded else AUTO, why if on_embedded else "the longest row"
     counted = "at most, as far as there are rows: evaluations read a third of what training does, or 50 rows"
     yield "eval_samples", 400 if on_embedded else AUTO, why if on_embedded else counted
-    few = {*c.all_dataset_names} == {_EMBEDDED}
-    why = "the embedded rows show what a crowd gains from few" if few else "every row is learned"
-    yield "max_train_samples", 100 if few else None, why
-    by_epochs = not few or "epochs" in c.model_fields_set
-    yield "max_train_steps", None if by_epochs else 260, f"epochs {c.epochs:g} decides" if by_epochs else why
     yield "beta", 0.0 if c.objective == "grpo" else 0.1, ""
     yield "max_completion_length", AUTO, ""  # by the prompts
     yield "objective", AUTO, ""  # by the columns

@@ -16,7 +16,7 @@ from ci_llm.config.foreign import FIELDS, NO_EFFECT, flag_form, key_of, read_wit
 from ci_llm.config.problems import Problem, by_key, clashing, error_of, expanded, read_values, sound_values, strays_of
 from ci_llm.config.schema import FOUND
 from ci_llm.config.validation import find_clashes
-from ci_llm.config.yaml_file import SECTION, read_yaml
+from ci_llm.config.yaml_file import SWEEP, TOY, read_yaml
 from ci_llm.errors import ConfigError
 
 IN_CALL: Final = "train(...)"
@@ -79,11 +79,15 @@ def read_config(
 
 @dataclass(frozen=True)
 class FileEntries:
-    """The entries of a file, and those of its section `sweep:`, if it has one."""
+    """The entries of a file, its section `sweep:` if it has one, and the entries of its section `toy:`.
+
+    Those of the toy count where base and rows are the embedded ones, below every other source.
+    """
 
     path: Path | None
     entries: list[parsing.Entry]
     section: parsing.Entry | None = None
+    toy: tuple[parsing.Entry, ...] = ()
 
 
 def read_sources(
@@ -108,8 +112,12 @@ def read_file(path: str | os.PathLike[str] | None, problems: list[Problem]) -> F
     if path is None:
         return FileEntries(None, [])
     written = expanded(read_yaml(_read_text(Path(path)), os.fspath(path)), problems)
-    section = next((entry for entry in written if entry.name == SECTION), None)
-    return FileEntries(Path(path), [entry for entry in written if entry.name != SECTION], section)
+    sections = {entry.name: entry for entry in written if entry.name in (SWEEP, TOY)}
+    rest = [entry for entry in written if entry.name not in sections]
+    toy = sections[TOY].raw if TOY in sections else parsing.Mapped(())
+    if not isinstance(toy, parsing.Mapped):
+        problems.append(Problem(sections[TOY].where, f"{TOY} is {toy}, but takes a mapping", "write key: value in it"))
+    return FileEntries(Path(path), rest, sections.get(SWEEP), toy.entries if isinstance(toy, parsing.Mapped) else ())
 
 
 def given_in_call(
@@ -159,9 +167,11 @@ def build_reading(
     else:
         lines = [*parsing.describe_sources(file.path, *({**source} for source in sources))]
     if file.section is not None:
-        lines.append(f"{file.section.where}: the section {SECTION} is for `ci-llm sweep`")
-    own = take_own_entries(sources, problems)
+        lines.append(f"{file.section.where}: the section {SWEEP} is for `ci-llm sweep`")
+    own, toy = take_own_entries(sources, problems), by_key(file.toy, problems, last_wins=False)
     config = _build(parsing.merge_sources(*sources), own, problems, check)
+    if config.is_toy:
+        config = _build(parsing.merge_sources(toy, *sources), own, problems, check)
     config.allow_imports()
     return Reading(config, (*lines, *own.lines))
 

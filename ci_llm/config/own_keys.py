@@ -20,6 +20,7 @@ SHAPE_KEYS: Final = tuple(key for key in OWN_KEYS if key in schema.with_trait("s
 ROWS_KEYS: Final = tuple(schema.with_trait("rows"))
 NAME: Final = "name"
 AUTO: Final = "auto"
+EMBEDDED: Final = "embedded"
 
 _WHY_COMMON: Final = schema.with_trait("common")
 _WHY_GROUP: Final[Mapping[type, str]] = {
@@ -102,6 +103,11 @@ class KeysOfEach(schema.AllKeys):
     def all_dataset_names(self) -> tuple[str, ...]:
         """The data sets that any agent trains on, one by one."""
         return tuple(dict.fromkeys(name for own in self.rows_of_each for name in own.dataset_names))
+
+    @property
+    def is_toy(self) -> bool:
+        """Whether base and rows are the embedded ones."""
+        return {self.model_name, *self.all_dataset_names} == {EMBEDDED}
 
     @property
     def eval_dataset_names(self) -> tuple[str, ...]:

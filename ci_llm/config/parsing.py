@@ -445,10 +445,13 @@ STRONGER: Mapping[str, str] = with_trait("stronger_than")
 RIVALS: Final = tuple((key, other) for key, others in with_trait("rivals").items() for other in others)
 
 
-def merge_sources(launcher: Given, file: Given, line: Given) -> dict[str, Entry]:
-    """The entries that count, by key. A stronger source also sets aside the other key for the same thing."""
+def merge_sources(*sources: Given) -> dict[str, Entry]:
+    """The entries that count, by key, the weakest source first.
+
+    A stronger source also sets aside the other key for the same thing.
+    """
     given: dict[str, Entry] = {}
-    for source in (launcher, file, line):
+    for source in sources:
         for other, _ in _set_aside_by(source):
             given.pop(other, None)
         given |= source
@@ -465,11 +468,11 @@ def describe_sources(path: Path | None, launcher: Given, file: Given, line: Give
         parts.append(f"accelerate launch: {_all(taken)}")
     yield "; ".join([*parts, "defaults for all other keys"])
     for other, key in _set_aside_by(line):
-        if other in file and other not in given and not file[other].is_null and file[other].text != "auto":
+        if other in file and other not in given and not file[other].is_null:
             yield f"{_one(other, file[other])} ({file[other].where}) is set aside: the command line says {key}"
     for strong, weak in STRONGER.items():
         for source in (file, line):
-            if weak in source and strong in source and not source[strong].is_null and source[strong].text != "auto":
+            if weak in source and strong in source and not source[strong].is_null:
                 yield f"{weak} has no effect: {strong} decides ({source[strong].where})"
     for key, entry in launcher.items():
         for decides in (key, *(strong for strong, weak in STRONGER.items() if weak == key)):

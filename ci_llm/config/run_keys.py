@@ -30,8 +30,8 @@ class EvaluationKeys(Keys):
     eval_steps: Count | None = free(100, "evaluate every n optimizer steps; null: at the end only")
     eval_samples: AutoLimit = free(
         "auto",
-        "rows of each evaluation; null: all; auto: 400 on the embedded base, else 50 or as many as let"
-        " evaluations read a third of what training reads",
+        "rows of each evaluation; null: all; auto: 400 on the embedded base, else at least 50, up to a third of"
+        " the training tokens",
     )
     generation_eval_samples: Size = free(100, "of these, rows that agents and crowd answer at the end; 0: none")
     max_new_tokens_eval: Count | Literal["auto"] = free(

@@ -19,7 +19,6 @@ from ci_llm.config.key import (
     AutoAmount,
     AutoCount,
     AutoLength,
-    AutoLimit,
     AutoRate,
     Count,
     Day,
@@ -117,10 +116,7 @@ class AgentKeys(Keys):
         "all-linear", "linear layers that get an adapter: all-linear, or a list of names as in PEFT", own=10, shape=True
     )
     agent_layers: Literal["all", "upper_half"] | Numbers = exact(
-        "all",
-        "layers that get adapters: all, upper_half, or a list of numbers",
-        own=11,
-        shape=True,
+        "all", "layers that get adapters: all, upper_half, or a list of numbers", own=11, shape=True
     )
     use_rslora: bool = exact(False, "scale by alpha / sqrt(rank)", own=9, shape=True)
     initialize_adapters_rand: bool = exact(
@@ -163,23 +159,19 @@ class ObjectiveKeys(Keys):
     )
     loss_weights: Weights | None = exact(None, "weight of each of several loss_type of dpo; null: 1 each")
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = exact(
-        0.0, "share of pairs that are taken to be turned round, for loss_type robust"
+        0.0, "assumed share of pairs with swapped labels, for loss_type robust"
     )
     desirable_weight: Positive = exact(1.0, "weight of good rows in kto", own=18)
     undesirable_weight: Positive = exact(1.0, "weight of bad rows in kto", own=19)
     simpo_gamma: Amount = exact(0.5, "margin of simpo", own=17)
     cpo_alpha: Amount = exact(1.0, "weight of the next-token loss of the chosen answer in simpo; 0: the paper's SimPO")
     reference: Literal["base", "start"] = exact(
-        "base",
-        "what dpo, kto and grpo compare agents with: base, or start, the adapters of init_from",
+        "base", "what dpo, kto and grpo compare agents with: base, or start, the adapters of init_from"
     )
     center_rewards_coefficient: Amount | None = exact(
         None, "in reward, weight of the squared sum of a pair's two rewards"
     )
-    num_labels: Count | None = exact(
-        None,
-        "classes of classification; null: as many as the rows have",
-    )
+    num_labels: Count | None = exact(None, "classes of classification; null: as many as the rows have")
     diversity: Diversity = exact(
         "none",
         "loss term that keeps agents apart: none, or swd, a bounded sliced Wasserstein distance",
@@ -280,12 +272,8 @@ class DataKeys(Keys):
         common="one length bounds the rows of all agents",
         evaluable=True,
     )
-    max_train_samples: AutoLimit = exact(
-        None,
-        "train on the first n rows; auto: on 100 of the embedded rows, else on all",
-        own=23,
-        rows=True,
-        one_data_set=True,
+    max_train_samples: Count | None = exact(
+        None, "train on the first n rows; null: on all", own=23, rows=True, one_data_set=True
     )
     num_workers: Size = free(4, "data loading processes per training process; 0: the training process loads")
 
@@ -299,9 +287,9 @@ class TrainingKeys(Keys):
         common="all agents take their steps together",
         names_run=True,
     )
-    max_train_steps: AutoLimit = schedule(
+    max_train_steps: Count | None = schedule(
         None,
-        "optimizer steps of the whole run; null: epochs decides; auto: 260 on the embedded rows, else null",
+        "optimizer steps of the whole run; null: epochs decides",
         common="all agents take their steps together",
         stronger_than="epochs",
         names_run=True,
@@ -321,7 +309,12 @@ class TrainingKeys(Keys):
         common="all agents take the same number of rows in a micro-batch",
         stronger_than="gradient_accumulation_steps",
     )
-    learning_rate: AutoRate = exact("auto", "peak learning rate; auto: 8e-3 on the embedded base, else 2e-4", own=1)
+    learning_rate: AutoRate = exact(
+        "auto",
+        "peak learning rate; auto: 2e-4, for preferences 1e-5, for heads 1e-3; on the embedded base 8e-3, but for"
+        " preferences and heads 1e-3",
+        own=1,
+    )
     weight_decay: Amount = exact(0.01, "decoupled weight decay of AdamW", own=5)
     adam_beta1: Dropout = exact(0.9, "decay of AdamW's first moment")
     adam_beta2: Dropout = exact(0.999, "decay of AdamW's second moment")

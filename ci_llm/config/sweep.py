@@ -180,7 +180,9 @@ def _read(
     keys = _decided(given, spaces, written.keys, problems)
     reading = build_reading(
         FileEntries(
-            file.path, [*(entry for entry in rest_of_file if key_of(entry) != "num_agents"), _candidates(spaces)]
+            file.path,
+            [*(entry for entry in rest_of_file if key_of(entry) != "num_agents"), _candidates(spaces)],
+            toy=file.toy,
         ),
         [entry for entry in rest if key_of(entry) != "num_agents"],
         launcher,

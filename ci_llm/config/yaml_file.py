@@ -17,8 +17,8 @@ from ci_llm.config.parsing import NESTED_MAPPING, Entry, Items, Mapped, Raw, Sca
 from ci_llm.errors import ConfigError
 
 _HINT = "write one `key: value` per line, with a space after the colon and none before the key"
-#: The one key whose value is a mapping: it is read as such, and every other group is refused.
-SECTION = "sweep"
+#: The keys whose value is a mapping: they are read as such, and every other group is refused.
+SWEEP, TOY = "sweep", "toy"
 DEEPEST = 3  # `agents: [{lora_target_modules: [q_proj]}]`: a list in a mapping in a list
 _PLAIN_NAMES = ("str", "int", "float", "bool", "null", "timestamp", "seq", "map", "merge", "value")
 _PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{name}" for name in _PLAIN_NAMES)
@@ -97,7 +97,7 @@ def _entries(node: yaml.MappingNode, name: str, depth: int = 0) -> list[Entry]:
 
 
 def _value(key: yaml.Node, node: yaml.Node, name: str, depth: int) -> Raw:
-    return _section(node, name) if depth == 0 and _key_text(key) == SECTION else _raw(node, name, depth)
+    return _section(node, name) if depth == 0 and _key_text(key) in (SWEEP, TOY) else _raw(node, name, depth)
 
 
 def _section(node: yaml.Node, name: str) -> Raw:

@@ -28,6 +28,7 @@ from ci_llm.config import (
 from ci_llm.config.foreign import ALIASES, NO_EFFECT, REMOVED, UNSUPPORTED, VALUE_ALIASES
 from ci_llm.config.parsing import NULL_WORDS, Scalar, UnreadableError, kinds_of, read_value
 from ci_llm.config.schema import FOUND
+from ci_llm.config.sweep import read_sweep
 from ci_llm.errors import ConfigError
 from tests.config.fuzz import fuzz
 from tests.support.messages import Messages
@@ -378,12 +379,6 @@ def test_the_command_line_overrides_keys_of_the_file_that_mean_the_same(strong: 
     assert line.startswith(f"{key}={value} ({file}:2) is set aside: the command line says ")
 
 
-def test_an_auto_of_the_file_gives_way_without_a_line(file: Path) -> None:
-    file.write_text("max_train_steps: auto\n", encoding="utf-8")
-    read = read_config(file, ["epochs=7"])
-    assert (read.config.epochs, len(read.lines)) == (7, 1)
-
-
 def test_a_null_on_the_command_line_sets_nothing_aside(file: Path) -> None:
     file.write_text("val_set_size: 0.1\n", encoding="utf-8")
     assert load_config(file, ["eval_dataset_name=null"]).val_set_size == 0.1
@@ -393,6 +388,31 @@ def test_a_null_on_the_command_line_sets_nothing_aside(file: Path) -> None:
 def test_the_configuration_as_shipped_takes_epochs() -> None:
     config = load_config(PRESETS[0], ["--epochs", "7"])
     assert (config.epochs, config.max_train_steps) == (7, None)
+
+
+TOY = {"max_train_steps": 260, "batch_size": 12, "num_workers": 0, "generation_eval_samples": 400}
+
+
+@pytest.mark.parametrize(
+    "other", ["model_name=Qwen/Qwen2.5-0.5B", "dataset_name=my.jsonl", "agents=[{dataset_name: my.jsonl},{}]"]
+)
+def test_the_values_of_the_toy_do_not_reach_a_run_of_your_own(other: str) -> None:
+    assert changed(load_config(PRESETS[0], [other])) == changed(load_config(None, [other]))
+
+
+def test_the_toy_of_a_file_counts_below_every_other_source(file: Path) -> None:
+    read = read_config(PRESETS[0], ["batch_size=3"], {"gradient_accumulation_steps": "2"})
+    assert changed(read.config).items() >= (TOY | {"batch_size": 3, "gradient_accumulation_steps": 2}).items()
+    file.write_text("num_workers: 1\nepochs: 2\ntoy:\n  num_workers: 0\n  max_train_steps: 9\n  seed: 7\n")
+    assert changed(load_config(file)) == {"num_workers": 1, "epochs": 2, "seed": 7}
+    swept = read_sweep(PRESETS[0], ["learning_rate=[1e-3,2e-3]"]).config
+    assert swept.batch_size == TOY["batch_size"]
+
+
+@pytest.mark.parametrize("text", ["toy: 3\n", "toy:\n  batchsize: 3\n", "toy:\n  seed: 1\n  seed: 2\n"])
+def test_a_wrong_toy_is_one_message_on_any_base(text: str, file: Path, messages: Messages) -> None:
+    file.write_text(text, encoding="utf-8")
+    messages.same(refusal(file, "model_name=Qwen/Qwen2.5-0.5B"))
 
 
 @pytest.mark.parametrize(
