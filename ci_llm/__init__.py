@@ -1,4 +1,4 @@
-"""CI-LLM: K LoRA agents on one frozen base model, trained in one fused pass, resumable at any moment.
+"""CI-LLM: K LoRA adapters on one frozen base, in one job that resumes exactly.
 
 What `__all__` lists is public; docs/api.md describes each name in a line. A name loads its module at first use, so
 that `import ci_llm` loads neither torch nor transformers.

@@ -1,4 +1,4 @@
-"""Prints the table of `decide` that docs/interruptions.md shows: every case, computed by the code itself."""
+"""Prints every case that `decide` decides, computed by the code itself; docs/interruptions.md has the short form."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import ci_llm
 
 ROOT: Final = Path(__file__).parents[1]
 #: Pages of the site that have another place in the repository.
-PAGES: Final = {"index.md": "README.md", "slurm.md": "slurm/README.md", "contributing.md": "CONTRIBUTING.md"}
+PAGES: Final = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
 SOURCES: Final = "source"
 #: The page of the public names, and where in it mkdocstrings writes their signatures and docstrings.
 NAMES: Final = "api.md"

@@ -63,7 +63,7 @@ def _options(words: Sequence[str]) -> Options:
         "--api-key-file", type=Path, metavar="FILE", help=f"that holds the key; it wins over {_KEY}, --api-key over it"
     )
     option("--served-model-name", dest="name", metavar="NAME", help="of all agents together (%(default)s)")
-    about = "texts that grow at a time (%(default)s)"
+    about = "sequences decoded at once (%(default)s)"
     option("--max-num-seqs", dest="slots", type=at_least(1), metavar="N", help=about)
     about = "tokens of prompt and answer; by default all"
     option("--max-model-len", dest="context", type=at_least(2), metavar="N", help=about)

@@ -2,10 +2,10 @@
 
 `take` installs them in modules whose class looks as they expect, and `give_back` removes them. Whether they compute the
 same is decided by a trial (`ci_llm/run/one_layer.py`). `torch.compile` of the same functions gained nothing over them,
-cost 33 s and needed a compiler (docs/results.md).
+cost 33 s and needed a compiler (benchmarks/README.md).
 
-A part stays as long as it saves a twentieth of the time, or of what is kept for the backward pass. By docs/results.md
-plain code takes so many times as long as with this part alone:
+A part stays as long as it saves a twentieth of the time, or of what is kept for the backward pass. By
+benchmarks/README.md plain code takes so many times as long as with this part alone:
 
     head 1.12, norms 1.12, rotation 1.07, joined 1.15, products 1.26, attention 1.13
     gate 1.03, and it keeps 0.88 of what plain code keeps

@@ -16,7 +16,7 @@ class Metrics:
 
     def __init__(self, crowd: str) -> None:
         self._crowd, self._registry = crowd, CollectorRegistry()
-        self._running = self._gauge("num_requests_running", "texts that grow")
+        self._running = self._gauge("num_requests_running", "sequences that are decoded")
         self._waiting = self._gauge("num_requests_waiting", "texts that wait for a slot")
         self._slots = self._gauge("kv_cache_usage_perc", "share of the slots in use, from 0 to 1")
         self._prompt = self._counter("prompt_tokens", "tokens of prompts")

@@ -139,7 +139,6 @@ ASKED = {
     "dirichlet_alpha_aggregator": 4.0,
     "parallel_mode": True,
     "greater_is_better": False,
-    "use_deepspeed": True,
     "deepspeed_config_file": "ds.json",
     "streaming": True,
     "compile": True,
@@ -180,9 +179,9 @@ def test_every_option_without_effect_is_asked_for_here() -> None:
 def test_a_value_that_asks_for_nothing_is_not_answered(tmp_path: Any) -> None:
     quiet = ["parallel_mode=no", "use_deepspeed=false", "deepspeed_config_file=null", "greater_is_better=none"]
     assert load_config(None, [*quiet, "--compile", "off"]).notices() == []
-    assert Config(streaming=False, use_deepspeed=None, greater_is_better=None).notices() == []
-    (tmp_path / "c.yaml").write_text("streaming: 'false'\nuse_deepspeed: true\n")
-    assert load_config(tmp_path / "c.yaml", ["use_deepspeed=false"]).notices() == []
+    assert Config(streaming=False, use_deepspeed=False, greater_is_better=None).notices() == []
+    (tmp_path / "c.yaml").write_text("streaming: 'false'\nparallel_mode: true\n")
+    assert load_config(tmp_path / "c.yaml", ["parallel_mode=false"]).notices() == []
 
 
 @pytest.mark.parametrize(
@@ -197,7 +196,7 @@ def test_an_option_without_effect_takes_values_of_any_type(line: str, tmp_path: 
 
 
 def test_a_word_behind_a_switch_without_effect_is_not_lost() -> None:
-    assert load_config(None, ["--use_deepspeed", "--seed", "3"]).seed == 3
+    assert load_config(None, ["--use_deepspeed=false", "--seed", "3"]).seed == 3
     assert load_config(None, ["--deepspeed_config_file", "ds.json", "seed=3"]).seed == 3
     assert refusal("--parallel_mode", "configs/x.yaml").hint == "write --config configs/x.yaml"
 

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 import ci_llm
+from ci_llm.embedded import BASE_FOLDER
 from tests.support.markdown import ROOT
+
+#: A chat template that shows tools, their calls and their results, as those of instruct bases do.
+SHOWS_TOOLS = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}"
+    "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +50,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(run, stage / name, ignore=shutil.ignore_patterns("a", "b", "mine"))
     for k, name in enumerate(("my_adapter", "other_adapter")):
         shutil.copytree(run / f"final_checkpoint/agent{k}", stage / name)
+    shutil.copytree(BASE_FOLDER, stage / "tool_base")
+    (stage / "tool_base/chat_template.jinja").write_text(SHOWS_TOOLS)
     (stage / "fit.py").write_text("print('loss 0.1')\n")
     (stage / "my.yaml").write_text("optim:\n  lr: 1e-3\n")
     (stage / "my.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n' * 20)

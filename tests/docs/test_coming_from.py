@@ -10,6 +10,7 @@ import pytest
 from ci_llm import CheckpointManager, orbax
 from ci_llm.cluster.starter import without_options
 from ci_llm.config import read_config
+from ci_llm.config.foreign import REMOVED
 from ci_llm.config.validation import find_notices
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.options import parse_options
@@ -117,3 +118,51 @@ def test_orbax_names_of_the_row_are_there() -> None:
     assert callable(orbax.PyTreeCheckpointer)
     assert callable(orbax.CheckpointManager)
     assert orbax.CheckpointManagerOptions(save_interval_steps=4)
+
+
+# Flag by flag, and the keys that are gone
+
+
+WHOLE = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")
+REMOVED_KEYS = WHOLE.partition("## Removed keys")[2].partition("\n## ")[0]
+
+
+def section(title: str) -> str:
+    return WHOLE.partition(f"## {title}\n")[2].partition("\n## ")[0]
+
+
+def same_flags() -> list[tuple[str, str]]:
+    """(the words of another trainer, ours) of every cell of the table."""
+    lines = [line for line in section("TRL, LLaMA-Factory, Axolotl, Unsloth").splitlines() if line.startswith("| `")]
+    pairs = []
+    for line in lines:
+        here, *theirs = [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+        value = here.partition("=")[2]
+        pairs += [(there if "=" in there else f"{there}={value}", here) for there in theirs if there]
+    return pairs
+
+
+@pytest.mark.fast_cases(40)
+@pytest.mark.parametrize(("there", "here"), same_flags())
+def test_a_flag_of_another_trainer_sets_the_key_of_its_row(there: str, here: str) -> None:
+    read, ours = (read_config(None, [words]).config for words in (there, here))
+    assert read.dump() == ours.dump()
+
+
+@pytest.mark.parametrize(("start", "refused"), [("Needless, and accepted:", False), ("Refused, with what", True)])
+def test_the_flags_without_a_counterpart_are_answered_as_the_page_says(start: str, refused: bool) -> None:
+    [told] = [part for part in section("TRL, LLaMA-Factory, Axolotl, Unsloth").split("\n\n") if part.startswith(start)]
+    words = re.findall(r"`(\w+=[^`]+)`", told)
+    assert len(words) > 8
+    for word in words:
+        if refused:
+            with pytest.raises(ConfigError) as refusal:
+                read_config(None, [word])
+            assert refusal.value.hint
+        else:
+            assert read_config(None, [word]).config.dump() == read_config(None).config.dump(), word
+
+
+def test_every_removed_key_is_in_the_table_and_no_other() -> None:
+    first_cells = [line.split("|")[1] for line in REMOVED_KEYS.splitlines() if line.startswith("| `")]
+    assert {key for cell in first_cells for key in re.findall(r"`(\w+)`", cell)} == {*REMOVED}

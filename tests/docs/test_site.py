@@ -56,7 +56,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 def test_the_site_has_the_first_page_the_first_run_and_the_signatures(site: Path) -> None:
-    assert "ensemble of LoRA adapters" in (site / "index.html").read_text()
+    assert "K LoRA adapters on one frozen model" in (site / "index.html").read_text()
     assert "Interrupt it and resume" in (site / "first_run.html").read_text()
     names = (site / "api.html").read_text()
     assert "save_interval_steps" in names

@@ -18,7 +18,7 @@ from tools.testbed.trials import differences
 
 pytestmark = pytest.mark.slow
 
-#: A batch script as slurm/README.md has one; the words of the command are its arguments.
+#: A batch script as docs/recipes/clusters.md has one; the words of the command are its arguments.
 SCRIPT = """\
 #!/bin/bash
 #SBATCH --requeue

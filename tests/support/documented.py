@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import os
 import re
 import shlex
 import shutil
@@ -45,6 +46,8 @@ OF_OTHERS = {
 }
 #: The base that pages name where any small real base would do.
 NAMED_BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
+#: The bases that pages name where a tool chat, or a base of half a billion parameters, is what the reader has.
+STAND_INS = {"Qwen/Qwen3-8B": "tool_base", "Qwen/Qwen2.5-0.5B-Instruct": "embedded", "Qwen/Qwen2.5-0.5B": "embedded"}
 SHELL = re.compile(r"[|<>;&]|\$\(")  # anything that only a shell can do
 TENTH = re.compile(r"((?:_steps|restart_from)(?:: |=))(\d+)0\b")
 #: What every run of a page is given that does not say it, so that it is short.
@@ -79,7 +82,9 @@ def run(block: Block, stage: Path, *, trains: bool = False, base: str = "embedde
             load_config(stage / "block.yaml")
         case "bash" | "console":
             for line in block.commands:
-                run_line(line.replace(NAMED_BASE, base), stage, trains=trains, reads="needs" in block.marks)
+                for name, stand_in in {NAMED_BASE: base, **STAND_INS}.items():
+                    line = line.replace(name, stand_in)
+                run_line(line, stage, trains=trains, reads="needs" in block.marks)
 
 
 def run_python(block: Block) -> None:
@@ -142,6 +147,8 @@ def run_line(line: str, stage: Path, *, trains: bool = False, reads: bool = Fals
             script = next(n for n, word in enumerate(rest) if word.endswith(".py"))
             assert (stage / rest[script]).is_file()
             read_configuration(rest[script + 1 :])
+            if trains and not reads:
+                launch(program, rest[:script], rest[script:])
         case "sbatch", *rest:
             script = next(n for n, word in enumerate(rest) if word.endswith(".sbatch"))
             assert (stage / rest[script]).is_file()
@@ -178,6 +185,16 @@ def watch(words: list[str]) -> None:
     """Call the supervisor in a process of its own: it handles signals."""
     command = [sys.executable, "-m", "ci_llm", "supervise", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def launch(program: str, options: list[str], script: list[str]) -> None:
+    """Start the processes of a launcher, on the CPU, with a thread each."""
+    module = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.distributed.run"}[program]
+    options = [word for word in options if word != "launch"]
+    command = [sys.executable, "-m", module, *options, script[0], *short_run(script[1:])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -26,6 +26,7 @@ KNOWN: Final[dict[str, dict[str, Any]]] = {
     name: dict(zip(_FIGURES, figures, strict=True))
     for name, *figures in (
         ("Qwen/Qwen2.5-0.5B", "qwen2", 151936, 896, 4864, 24, 14, 2, 64, 32768, True),
+        ("Qwen/Qwen2.5-3B", "qwen2", 151936, 2048, 11008, 36, 16, 2, 128, 32768, True),
         ("meta-llama/Llama-3.1-8B", "llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072, False),
         ("meta-llama/Llama-3.1-70B", "llama", 128256, 8192, 28672, 80, 64, 8, 128, 131072, False),
         ("google/gemma-2-2b", "gemma2", 256000, 2304, 9216, 26, 8, 4, 256, 8192, True),

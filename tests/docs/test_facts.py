@@ -1,0 +1,95 @@
+"""Facts that more than one page says, asked of the code: rates, own keys, limits, versions, first sentences."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+
+import ci_llm
+from ci_llm.config import Config, describe_keys
+from ci_llm.config.foreign import FIELDS
+from ci_llm.config.own_keys import OWN_KEYS
+from ci_llm.interrupts import STOP_SIGNALS
+from ci_llm.run.end.watchdog import FIRST_S
+from ci_llm.supervisor import policy
+from tests.support.markdown import ROOT
+
+
+def page(name: str) -> str:
+    return " ".join((ROOT / name).read_text(encoding="utf-8").split())
+
+
+RATES = [
+    (base, objective)
+    for base in ("embedded", "another")
+    for objective in ("sft", "dpo", "kto", "orpo", "simpo", "grpo", "reward", "classification", "regression")
+]
+
+
+def _rate(base: str, objective: str) -> float:
+    rewards = {"rewards": "length"} if objective == "grpo" else {}
+    found = Config(model_name=base, objective=objective, **rewards).learning_rate
+    return float(found)
+
+
+@pytest.mark.parametrize("where", ["--help", "configs.yaml", "docs/objectives.md"])
+def test_the_learning_rates_of_auto_are_said_in_full_wherever_they_are_said(where: str) -> None:
+    text = " ".join(describe_keys(["learning_rate"]).split()) if where == "--help" else page(where)
+    told = {float(found) for found in re.findall(r"\b\de-\d\b", text[text.index("auto") :])}
+    assert {_rate(base, objective) for base, objective in RATES} <= told
+
+
+def test_a_key_of_the_file_or_the_page_says_no_other_rate_of_auto() -> None:
+    """`else 2e-4` was said of every objective."""
+    for name in ("README.md", "docs/keys.md", "docs/own_model.md", "configs.yaml"):
+        assert "else 2e-4" not in page(name)
+
+
+def test_the_page_of_agents_names_every_key_that_may_differ() -> None:
+    table = (
+        (ROOT / "docs/agents.md").read_text(encoding="utf-8").partition("## What may differ")[2].partition("\n## ")[0]
+    )
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`(\w+)`", " ".join(row.split("|")[1] for row in rows))) - {"name"} == {*OWN_KEYS}
+
+
+def test_the_keys_that_people_set_exist_and_are_as_many_as_the_page_says() -> None:
+    said = page("docs/keys.md").partition("**The ")[2]
+    count, _, names = said.partition(" that people set**: ")
+    names = names.partition(". ")[0]
+    found = re.findall(r"`(\w+)`", names)
+    assert (len(found), len({*found})) == (int(count), int(count))
+    assert {*found} <= {*FIELDS}
+
+
+def test_the_first_hang_limit_is_that_of_the_page() -> None:
+    assert f"before the first measured step it is {FIRST_S / 60:.0f} minutes" in page("docs/interruptions.md")
+
+
+def test_the_signals_that_stop_a_run_are_those_of_the_page() -> None:
+    first = page("docs/interruptions.md").partition("## Signals")[2]
+    assert all(name in first for name in STOP_SIGNALS)
+    assert "SIGXCPU" not in "".join(page(str(each.relative_to(ROOT))) for each in ROOT.glob("docs/**/*.md"))
+
+
+def test_the_supervisor_s_numbers_are_those_of_the_page() -> None:
+    text = page("docs/interruptions.md")
+    usual = policy.Policy()
+    assert f"or {usual.max_retries} retries" in text
+
+
+def test_an_environment_is_told_the_ranges_of_the_package() -> None:
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    told = re.findall(r"`(\w+[<>][^`]+)`", page("docs/install.md"))
+    assert len(told) == 5
+    assert {*told} <= {*required}
+
+
+def test_the_package_says_in_its_first_sentence_what_the_readme_says() -> None:
+    sentence = "K LoRA adapters on one frozen base, in one job that resumes exactly"
+    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["description"]
+    for text in (str(ci_llm.__doc__), metadata, page("mkdocs.yml")):
+        assert sentence in text
+    assert "fused pass" not in page("README.md") + page("CITATION.cff") + metadata
