@@ -113,6 +113,7 @@ CELLS: Mapping[str, Cell] = {
     "one_pass": Cell({"pass_per_agent": False, "diversity": "swd", "lambda_sw": 0.1, "kernels": "plain"}),
     "own": Cell({"agents": _OWN, "num_agents": len(_OWN)}),
     "two_processes": Cell({"batch_size": 2, "lora_dropout": 0.1}, processes=2),
+    "three_processes": Cell({"batch_size": 2, "lora_dropout": 0.1}, processes=3),
     "dpo": Cell(
         {"objective": "dpo", "beta": 0.1, "loss_type": "sigmoid", "reference": "base"}
         | dict.fromkeys(("dataset_name", "eval_dataset_name"), "pairs.jsonl"),
