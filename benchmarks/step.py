@@ -53,7 +53,7 @@ from ci_llm.lora.settings import LoraSettings
 from ci_llm.run.loop import apply_gradients, prepared
 from ci_llm.run.step.gradients import Passes, Sums
 from ci_llm.run.step.state import TrainState
-from ci_llm.run.trainer import Prepared
+from ci_llm.run.trainer import Prepared, Trainer
 
 K, RANK, ALPHA = 4, 16, 32
 LEARNING_RATE, MAX_NORM = 1e-4, 1.0
@@ -91,6 +91,8 @@ class Ours:
         )
         for agent in self.crowd.agents:
             agent.training = Training(lambda _: LEARNING_RATE, 0.0, MAX_NORM, course=None)  # type: ignore[arg-type]
+
+    rate_of: Any = Trainer.rate_of
 
     def step(self, batch: Batch) -> float:
         sums, agents = self.move(batch).sums, self.crowd.num_agents

@@ -296,7 +296,7 @@ CAPS = {
     "mirror": 978,
     "objectives": 565,
     "report": 1131,
-    "run": 5053,
+    "run": 5061,
     "serve": 1410,
     "supervisor": 1743,
     "sweep": 853,

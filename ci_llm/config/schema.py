@@ -20,10 +20,10 @@ from ci_llm.config.key import (
     AutoCount,
     AutoLength,
     AutoRate,
+    BelowOne,
     Count,
     Day,
     Diversity,
-    Dropout,
     Factors,
     Keys,
     Names,
@@ -109,7 +109,7 @@ class AgentKeys(Keys):
         own=8,
         shape=True,
     )
-    lora_dropout: Dropout = exact(
+    lora_dropout: BelowOne = exact(
         0.0, "probability of dropping an input of an adapter; 0: off, which is faster", own=12
     )
     lora_target_modules: Literal["all-linear"] | Names = exact(
@@ -124,7 +124,7 @@ class AgentKeys(Keys):
         "false: all agents start alike, and lora_dropout or dropconnect_p tells them apart",
         common="an agent's own start is keyed by its seed",
     )
-    dropconnect_p: Dropout = exact(
+    dropconnect_p: BelowOne = exact(
         0.0, "probability of dropping a weight of an adapter, drawn again in each step", own=13
     )
     agents: tuple[dict[str, Any], ...] = exact(
@@ -316,8 +316,8 @@ class TrainingKeys(Keys):
         own=1,
     )
     weight_decay: Amount = exact(0.01, "decoupled weight decay of AdamW", own=5)
-    adam_beta1: Dropout = exact(0.9, "decay of AdamW's first moment")
-    adam_beta2: Dropout = exact(0.999, "decay of AdamW's second moment")
+    adam_beta1: BelowOne = exact(0.9, "decay of AdamW's first moment")
+    adam_beta2: BelowOne = exact(0.999, "decay of AdamW's second moment")
     adam_epsilon: Positive = exact(1e-8, "added to the root of AdamW's second moment")
     max_grad_norm: Positive | None = exact(
         1.0, "gradient norm to which each agent is clipped; null: no clipping", own=6

@@ -1,1 +1,1 @@
-"""K LoRA adapters on one frozen base: their layers, storage, passes and optimizer steps."""
+"""K LoRA adapters on one frozen base: adapted layers, their products, passes through the base, heads, schedules."""

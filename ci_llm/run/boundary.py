@@ -8,7 +8,7 @@ from typing import Any
 
 from ci_llm.run.attempt import RunAttempt
 from ci_llm.run.report import call_event
-from ci_llm.run.step import evaluation
+from ci_llm.run.step import evaluator as judging
 from ci_llm.run.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -42,16 +42,16 @@ def evaluate(trainer: Trainer, attempt: RunAttempt) -> str | None:
     with attempt.metrics.paused():
         scores = evaluator.scores(step, trainer.micro_batch_size)
     if scores is not None:
-        metrics = evaluation.evaluation_metrics(scores, trainer.state.names)
+        metrics = judging.evaluation_metrics(scores, trainer.state.names)
         attempt.log.metrics(step, metrics)
         note_evaluation(trainer, attempt, metrics)
         evaluator.last_scores = scores
-        line = evaluation.describe_scores(step, scores, evaluator.judged_by)
+        line = judging.describe_scores(step, scores, evaluator.judged_by)
         logger.info(f"{line}{trainer.state.best_note}")
         with attempt.metrics.paused():
             example = evaluator.example(step)
         if example is not None:
-            logger.info(evaluation.describe_example(example, evaluator.judged_by))
+            logger.info(judging.describe_example(example, evaluator.judged_by))
         call_event(trainer, attempt, "on_evaluate", metrics=metrics)
         if trainer.is_finished:
             logger.info(f"early stopping after step {step}: {trainer.state.validation.described()}")
@@ -60,5 +60,5 @@ def evaluate(trainer: Trainer, attempt: RunAttempt) -> str | None:
 
 def note_evaluation(trainer: Trainer, attempt: RunAttempt, metrics: Mapping[str, Any]) -> None:
     """Decide by the evaluation after the present step which step is best. A collective."""
-    trainer.state = evaluation.evaluated(trainer.state, metrics, trainer.processes)
+    trainer.state = judging.evaluated(trainer.state, metrics, trainer.processes)
     attempt.status.update(best_step=trainer.state.validation.best_step)

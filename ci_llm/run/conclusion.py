@@ -21,7 +21,7 @@ from ci_llm.run.attempt import RunAttempt
 from ci_llm.run.boundary import note_evaluation
 from ci_llm.run.end.result import final_card, score_table
 from ci_llm.run.report import call_event
-from ci_llm.run.step import evaluation
+from ci_llm.run.step import evaluator as judging
 from ci_llm.run.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -62,14 +62,14 @@ def conclude(trainer: Trainer, attempt: RunAttempt) -> tuple[str | None, Evaluat
     scores = evaluator.last_scores if is_known else None
     if scores is None:
         scores = evaluator.scores(state.step, trainer.micro_batch_size)
-    latest = {} if scores is None else evaluation.evaluation_metrics(scores, state.names)
+    latest = {} if scores is None else judging.evaluation_metrics(scores, state.names)
     if latest and not is_known:
         note_evaluation(trainer, attempt, latest)
         call_event(trainer, attempt, "on_evaluate", metrics=latest)
     with trainer.heartbeat.resting():
-        best = evaluation.result_of(trainer.config, trainer.state, attempt.manager, trainer.processes)
+        best = judging.result_of(trainer.config, trainer.state, attempt.manager, trainer.processes)
     step = state.step if best is None else best.manifest.step
-    with nullcontext() if best is None else evaluation.weights_of(best, trainer.crowd):
+    with nullcontext() if best is None else judging.weights_of(best, trainer.crowd):
         if scores is not None and best is not None:
             scores = evaluator.scores(step, trainer.micro_batch_size)
         answers = evaluator.answers(step, trainer.micro_batch_size) if scores is not None else None
@@ -82,10 +82,10 @@ def conclude(trainer: Trainer, attempt: RunAttempt) -> tuple[str | None, Evaluat
     attempt.log.report_save(attempt.manager.last_result)
     attempt.log.end_progress()
     if example is not None:
-        logger.info(evaluation.describe_example(example, evaluator.judged_by))
+        logger.info(judging.describe_example(example, evaluator.judged_by))
     found = replace(_evaluation(trainer, attempt, step, scores, answers), base=base)
     _write_results(trainer, attempt, step, found)
-    attempt.log.track(state.step, latest | evaluation.result_metrics(found, state.names))
+    attempt.log.track(state.step, latest | judging.result_metrics(found, state.names))
     return None, found
 
 
@@ -138,7 +138,7 @@ def _evaluation(
         folders=tuple(trainer.crowd.names) if state.history.made else (),
         learning_rates=tuple(own.learning_rate for own in config.each_agent),
         best_agent=best_agent(scores, answers, judged_by) if has_best else None,
-        sets=tuple(evaluation.scores_of_sets(scores, rows)),
+        sets=tuple(judging.scores_of_sets(scores, rows)),
         of_rows=parts_of_rows(scores, answers) if config.trial_steps else None,  # a sweep compares them
         dropped=tuple(trainer.nonfinite.dropped(state)),
         ending=Ending(

@@ -23,8 +23,9 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.errors import BadInput
 from ci_llm.run.attempt import RunAttempt
-from ci_llm.run.start.agent_settings import crowd_settings, objective_of, optimizer_groups, prepare_agents
+from ci_llm.run.start.agent_settings import crowd_settings, objective_of, prepare_agents
 from ci_llm.run.start.loading import steps_of
+from ci_llm.run.start.optimizer import optimizer_groups
 from ci_llm.run.start.resume import STOPPED
 from ci_llm.run.step.members import CrowdChange, config_of, decide, read_waiting
 from ci_llm.run.step.state import TrainState

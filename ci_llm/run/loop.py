@@ -1,17 +1,19 @@
 """The training loop: one optimizer step of all agents, from the rows of a batch to the weights after it. Read it first.
 
-`setup.py` builds the `Trainer`, and `job.py` hands it to `train` with the `Attempt` and the batches of `steps`. Every
-step goes the same way, on all processes alike:
+`setup.py` builds the `Trainer`, and `job.py` hands it to `train` with the `RunAttempt` and the batches of `steps`.
+Every step goes the same way, on all processes alike:
 
-1. An objective of pairs or rated rows learns what it has to know of the whole step (step/whole_step.py).
+1. An objective of pairs or rated rows learns what it has to know of the whole step (step/whole_step.py); agents that
+   learn by rewards draw their completions (step/rollout.py).
 2. Each process runs its micro-batches through the frozen base, forward and backward (step/gradients.py). A micro-batch
    takes one pass for all agents, or with `pass_per_agent` one pass for each, which gives an agent the bits that it has
    alone.
 3. `agree_on_gradients`: ONE ballot. It adds up losses and targets, and tells all processes which agents are not finite,
    whether memory ran out, and whether somebody wants to stop, to save or to change the crowd (agreement.py).
-4. `apply_gradients`: ONE all-reduce of the flat gradient. Each agent's part becomes a mean over its targets and is
-   clipped by its norm. The optimizer moves the agents that are finite, and leaves out the others (step/nonfinite.py).
-5. The state advances. Then come, where they are due: a change of the crowd, a checkpoint, an evaluation.
+4. `apply_gradients`: one all-reduce of the flat gradient, or one for each agent. Each agent's part becomes a mean over
+   its targets and is clipped by its norm. The optimizer moves the agents that are finite, and leaves out the others.
+5. The state advances, and step/nonfinite.py responds to numbers that are not finite. Then come, where they are due: a
+   change of the crowd, a checkpoint, an evaluation.
 
 Legend: K agents.
 """
@@ -165,6 +167,6 @@ def apply_gradients(trainer: Trainer, step: int, verdict: Verdict, left_out: Seq
     storage.leave_out(left_out)
     optimizer = trainer.prepared.optimizer
     for agent, group in zip(agents, optimizer.param_groups, strict=True):
-        group["lr"] = agent.training.learning_rate(step) * state.lr_factor(agent.place)
+        group["lr"] = trainer.rate_of(agent, step)
     optimizer.step()
     return norms

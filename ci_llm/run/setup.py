@@ -33,8 +33,9 @@ from ci_llm.run.attempt import RunAttempt
 from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.start import agent_settings, loading
 from ci_llm.run.start.cost_model import settle
+from ci_llm.run.start.optimizer import optimizer_of
 from ci_llm.run.start.resume import RunCheckpoint
-from ci_llm.run.step.evaluation import Evaluator, StopVote
+from ci_llm.run.step.evaluator import Evaluator, StopVote
 from ci_llm.run.step.nonfinite import NonFiniteResponse
 from ci_llm.run.step.nonfinite_policy import Bounds
 from ci_llm.run.step.out_of_memory import MemoryRelief
@@ -133,7 +134,7 @@ def assemble(
     rows_per_step = config.rows_per_step(processes.num_processes)
     steps = loading.steps_of(config, [*map(len, rows)], rows_per_step)
     agent_settings.prepare_agents(crowd.agents, config, rows, rows_per_step, steps)
-    optimizer = agent_settings.optimizer_of(config, crowd)
+    optimizer = optimizer_of(config, crowd)
     manager.watch(optimizer)
     last_good = LastGood(crowd.storage.rows, optimizer)
     memory = MemoryRelief(config, base, crowd, processes.num_processes)

@@ -1,6 +1,6 @@
 """`Trainer`: what trains the agents of a run, and the state that moves with every step.
 
-`setup.py` joins its parts. What an attempt does beside training (checkpoints, log, mirror, signals) is the `Attempt`'s.
+`setup.py` joins its parts. What an attempt does beside training is the `RunAttempt`'s: log, mirror, signals.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ci_llm.agents.agent import courses_of
+from ci_llm.agents.agent import Agent, courses_of
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.policy import TrainedObjective
@@ -20,7 +20,7 @@ from ci_llm.data.agent_rows import Courses
 from ci_llm.distributed.processes import Processes
 from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.start.resume import RunCheckpoint
-from ci_llm.run.step.evaluation import Evaluator, kept_steps
+from ci_llm.run.step.evaluator import Evaluator, kept_steps
 from ci_llm.run.step.gradients import Passes
 from ci_llm.run.step.members import config_of
 from ci_llm.run.step.nonfinite import NonFiniteResponse
@@ -114,8 +114,12 @@ class Trainer:
         rate = self.last_learning_rate if self.state.step else self.learning_rate(0)
         return self.checkpoint.contents(self.state, rate, trackers, generators)
 
+    def rate_of(self, agent: Agent, step: int) -> float:
+        """The learning rate of an agent at a 0-based step: that of its schedule, less what faults have cut."""
+        return agent.training.learning_rate(step) * self.state.lr_factor(agent.place)
+
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a 0-based step before any factor; the mean if agents have different ones."""
+        """The learning rate of a 0-based step before any factor, for people; the mean if agents have different ones."""
         rates = [agent.training.learning_rate(step) for agent in self.crowd.agents]
         return rates[0] if len({*rates}) == 1 else fmean(rates)
 

@@ -17,7 +17,7 @@ from ci_llm import Crowd
 from ci_llm.base.load import load_base
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cli import main
-from ci_llm.crowd import columns
+from ci_llm.crowd import kv_cache
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.decoder import decodes
 from ci_llm.crowd.decoding import Chosen, Decoding, Generated, Request, choose, generate_key
@@ -342,8 +342,8 @@ def test_the_decoder_serves_only_bases_that_it_reproduces(llama: Crowd, monkeypa
     monkeypatch.setattr(llama, "route", "padded")
     assert not decodes(llama)
     monkeypatch.undo()
-    real = columns.Columns.extended
-    monkeypatch.setattr(columns.Columns, "extended", lambda self, layer, *rest: real(self, 0 * layer, *rest))
+    real = kv_cache.Columns.extended
+    monkeypatch.setattr(kv_cache.Columns, "extended", lambda self, layer, *rest: real(self, 0 * layer, *rest))
     assert not decodes(llama), "its layers share one cache"
 
 

@@ -32,7 +32,7 @@ from ci_llm.run import call, job
 from ci_llm.run.end import attempt
 from ci_llm.run.end.mirroring import RunMirror
 from ci_llm.run.step.callbacks import Callbacks, TrainerControl, TrainerState
-from ci_llm.run.step.evaluation import Evaluator
+from ci_llm.run.step.evaluator import Evaluator
 
 KEYS: dict[str, Any] = {
     "num_agents": 2,

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,7 @@ from ci_llm.lora.settings import LoraSettings
 from ci_llm.run.loop import apply_gradients, prepared
 from ci_llm.run.step.gradients import Passes
 from ci_llm.run.step.state import TrainState
-from ci_llm.run.trainer import Prepared
+from ci_llm.run.trainer import Prepared, Trainer
 from tools.testbed.tiny import base, batch
 
 #: Forward and backward of a layer of a Llama, with adapters on its seven products and four packed rows of attention.
@@ -105,6 +106,7 @@ class Step:
             state=TrainState.of_agents(agents),
             prepared=prepared(before, processes.accelerator, crowd, optimizer, None),
         )
+        self.trainer.rate_of = partial(Trainer.rate_of, self.trainer)
         accelerator, model = processes.accelerator, self.trainer.prepared.model
         self.passes = Passes(accelerator, model, crowd, Objective(), seed=42, loss_scale=None, tick=lambda: None)
         for agent in crowd.agents:

@@ -1,15 +1,12 @@
-"""The settings of each agent, from the configuration: the shape of its adapter, objective, optimizer, schedule.
+"""What each agent is, by the configuration: the shape of its adapter, its objective, how and on what it trains.
 
 A run needs them at its start, and again whenever its crowd changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
 
 from ci_llm import objectives
 from ci_llm.agents.agent import Agent, Training
@@ -22,10 +19,10 @@ from ci_llm.crowd.preferences import Preferences
 from ci_llm.data.agent_rows import Course
 from ci_llm.data.order import Plan
 from ci_llm.data.tokens import TokenizedRows
-from ci_llm.lora.schedules import factor
 from ci_llm.lora.settings import FIELD_OF_KEY, AgentLora, LoraSettings
 from ci_llm.objectives.grpo import Grpo
 from ci_llm.objectives.grpo.rewards import rewards_of
+from ci_llm.run.start.optimizer import schedule
 from ci_llm.run.step.members import config_of
 
 
@@ -77,20 +74,6 @@ def objective_of(config: Config, crowd: Crowd, num_processes: int) -> TrainedObj
     )
 
 
-def optimizer_of(config: Config, crowd: Crowd) -> torch.optim.Optimizer:
-    """The optimizer of the agents of `config`."""
-    betas = config.adam_beta1, config.adam_beta2
-    return torch.optim.AdamW(optimizer_groups(crowd), betas=betas, eps=config.adam_epsilon, fused=True)
-
-
-def optimizer_groups(crowd: Crowd) -> list[dict[str, Any]]:
-    """The optimizer's parameter groups, one per agent."""
-    return [
-        {"params": [agent.weights], "lr": agent.training.learning_rate(0), "weight_decay": agent.training.weight_decay}
-        for agent in crowd.agents
-    ]
-
-
 def prepare_agents(
     agents: Sequence[Agent], config: Config, rows: Sequence[TokenizedRows], rows_per_step: int, total_steps: int
 ) -> None:
@@ -105,16 +88,6 @@ def prepare_agents(
     for agent, own, mine in zip(agents, config.each_agent, rows, strict=True):
         course = courses.setdefault(id(mine), Course(mine, Plan(len(mine), rows_per_step, config.seed)))
         agent.training = Training(schedule(own, total_steps), own.weight_decay, own.max_grad_norm, course)
-
-
-def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
-    """The learning rate as a pure function of the 0-based step.
-
-    That of a trial follows the length of a whole trial, wherever this run ends; later steps have the last rate.
-    """
-    total = config.trial_steps or total_steps
-    share = factor(config.lr_scheduler_type, config.warmup_steps(total), total)
-    return lambda step: config.learning_rate * share(min(step, total))
 
 
 def training_of(own: Config, agent: AgentLora) -> tuple[Hashable, ...]:

@@ -196,7 +196,7 @@ class RunCheckpoint:
         tokenizer_files: name -> content.
         last_good: the snapshots of agents; a checkpoint has those of agents in an episode of nonfinite steps.
         stopped: the adapters of agents that have left the crowd, by the names of their files.
-        bits: the names and the digest of `Run.measure`.
+        bits: the names and the digest of `measure` (run/one_layer.py).
     """
 
     config: Config
@@ -320,7 +320,7 @@ class RunCheckpoint:
         """Set the generators as they were; returns the grade, and what lowers it, for people. A collective.
 
         Args:
-            measure: `Run.measure` for rows of these lengths; it fills `bits`.
+            measure: of run/one_layer.py, for rows of these lengths; it fills `bits`.
         """
         before: Any = source.checkpoint.manifest.info["surroundings"]
         same_processes = before["processes"] == self.processes.num_processes
