@@ -24,7 +24,7 @@ from ci_llm.crowd.drawing import Asked, Drawer
 from ci_llm.crowd.policy import Policy
 from ci_llm.data.prompts import Prompter
 from ci_llm.embedded import BASE_FOLDER, rows
-from ci_llm.errors import RewardFailed
+from ci_llm.errors import ConfigError, RewardFailed
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import objective_of
 from ci_llm.objectives.grpo import advantages, spread, total_rewards
@@ -285,6 +285,11 @@ def test_built_in_rewards() -> None:
     assert math.isnan(values[0][2])
     assert values[1][:2] == [0.0, 1.0]
     assert values[2:] == [[0.0, 1.0, 0.0], [0.75, 0.5, 0.75], [0.0] * 3]
+
+
+def test_a_function_that_only_a_checkpoint_names_is_not_imported() -> None:
+    with pytest.raises(ConfigError, match="no code is imported on its word"):
+        rewards_of(("tests.run.test_grpo:raising",), None, 4)
 
 
 def raising(completions: Sequence[str], **_: Any) -> list[float]:
