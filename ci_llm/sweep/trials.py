@@ -229,7 +229,7 @@ def describe_boundary(rung: int, ahead: Trial, behind: Trial, rows: Sequence[Seq
     count, gap, half = len(differences), abs(fmean(differences)), paired_interval(differences) or 0.0
     line = f"rung {rung + 1}, on {count} rows: trial {ahead.id} is ahead of trial {behind.id}"
     if count < LEAST_ROWS:
-        key = "eval_samples" if metric == "nll" else "generation_eval_samples"
+        key = "generation_eval_samples" if metric == "exact_match" else "eval_samples"
         return f"{line}, but so few rows tell no trials apart: raise {key} to {LEAST_ROWS} or more"
     line += f" by {gap:.4f} ± {half:.4f} {metric} (95 %)"
     if gap > half:

@@ -24,10 +24,11 @@ from ci_llm.crowd.drawing import Asked, Drawer
 from ci_llm.crowd.policy import Policy
 from ci_llm.data.prompts import Prompter
 from ci_llm.embedded import BASE_FOLDER, rows
-from ci_llm.errors import RewardFailed
+from ci_llm.errors import ConfigError, RewardFailed
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import objective_of
 from ci_llm.objectives.grpo import advantages, spread, total_rewards
+from ci_llm.objectives.grpo.metrics import Sums, Watch
 from ci_llm.objectives.grpo.rewards import Reward, judged, rewards_of
 from ci_llm.run.step.rollout import Group, Rollout
 from tests.crowd.test_preferences import gradients_of, load
@@ -287,6 +288,11 @@ def test_built_in_rewards() -> None:
     assert values[2:] == [[0.0, 1.0, 0.0], [0.75, 0.5, 0.75], [0.0] * 3]
 
 
+def test_a_function_that_only_a_checkpoint_names_is_not_imported() -> None:
+    with pytest.raises(ConfigError, match="no code is imported on its word"):
+        rewards_of(("tests.run.test_grpo:raising",), None, 4)
+
+
 def raising(completions: Sequence[str], **_: Any) -> list[float]:
     if "b 3" in completions:
         raise KeyError("three")
@@ -323,6 +329,21 @@ def test_a_reward_that_fails_says_function_row_and_completion(
 def test_a_reward_may_be_awaited_and_may_give_none() -> None:
     assert judged(Reward("mine", waiting), GIVEN, "") == [8.0, 3.0, 0.0]
     assert math.isnan(judged(Reward("mine", lambda **_: [None, 1, True]), GIVEN, "", 5.0)[0])
+
+
+def test_the_log_says_once_that_completions_teach_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    sums, watch = Sums(("length",), False, 2), Watch()
+    flat, cut = torch.tensor([True] * 9 + [False]), [True] * 9 + [False]
+    rewards = torch.ones(10, 1, dtype=torch.float64)
+    own = sums.of_completions(rewards, rewards[:, 0], flat, [3] * 9 + [7], cut, 1).flatten().tolist()
+    for step in range(1, 31):
+        watch.look(sums, [own, own], step)
+    assert [record.message.split()[0] for record in caplog.records] == ["step", "in"]
+    found = sums.means(own)
+    assert found["completions/max_length"] == (7.0, 1.0)
+    assert found["completions/min_length"] == (3.0, 1.0)
+    assert found["reward_std"] == (0.0, 1.0)
+    assert found["completions/clipped_ratio"] == (9.0, 10.0)
 
 
 def test_a_function_of_weight_0_is_only_measured() -> None:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -101,8 +100,7 @@ def _deviation(mean: Pair, squares: Pair) -> Pair:
 
 
 #: A share that is too large to learn, and the steps in a row after which the log says so.
-MOST: Final = 0.9
-PATIENCE: Final = 20
+MOST, PATIENCE = 0.9, 20
 
 
 @dataclass
@@ -110,7 +108,8 @@ class Watch:
     """Warns where completions teach nothing: nine of ten groups have equal rewards, or completions are cut.
 
     Attributes:
-        flat, cut: steps in a row in which it was so.
+        flat: steps in a row in which the one was so.
+        cut: steps in which the other was so; it is told once.
     """
 
     flat: int = 0
@@ -119,14 +118,15 @@ class Watch:
     def look(self, sums: Sums, of_agents: Sequence[Sequence[float]], step: int) -> None:
         """Look at the sums of a step, [K][2 M], over all processes."""
         self.flat = self.flat + 1 if sums.share("flat", of_agents) >= MOST else 0
-        self.cut = self.cut + 1 if sums.share("cut", of_agents) >= MOST else 0
+        is_cut = sums.share("cut", of_agents) >= MOST
+        self.cut += is_cut
         if self.flat == PATIENCE:
             logger.warning(
                 f"in {PATIENCE} steps up to step {step}, nine of ten groups had equal rewards, which teach nothing;"
                 " take easier or harder prompts, a reward with more than two values, more num_generations,"
                 " a higher temperature, or train by objective=sft first"
             )
-        if self.cut == 1:
+        if is_cut and self.cut == 1:
             logger.warning(
                 f"step {step}: nine of ten completions were cut at max_completion_length; raise it, or train agents"
                 " that end their answers by objective=sft first; mask_truncated_completions=true learns nothing of them"
