@@ -51,7 +51,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.run.loop import apply_gradients, prepared
-from ci_llm.run.step.gradients import Passes, Sums
+from ci_llm.run.step.gradients import Sums, TrainingPasses
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.trainer import Prepared, Trainer
 
@@ -86,7 +86,7 @@ class Ours:
         before = Prepared(self.crowd, optimizer)
         accelerator = self.processes.accelerator
         self.prepared = prepared(before, accelerator, self.crowd, optimizer, None)
-        self.passes = Passes(
+        self.passes = TrainingPasses(
             accelerator, self.prepared.model, self.crowd, Objective(), self.config.seed, loss_scale=None, tick=int
         )
         for agent in self.crowd.agents:

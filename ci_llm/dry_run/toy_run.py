@@ -18,8 +18,8 @@ from ci_llm.core.quantities import count, duration, short, size
 from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.generation import continuation
+from ci_llm.crowd.grpo import GrpoObjective
 from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.policy import Policy
 from ci_llm.data.batches import Batch, Owned, pack
 from ci_llm.data.encoder import use_chat_template
 from ci_llm.data.prompts import Prompter, form_of, last_answer
@@ -251,7 +251,7 @@ def generation(context: CheckContext) -> str:
 def rewards(context: CheckContext) -> str:
     """An agent draws the completions of one prompt, and the functions reward them."""
     trainer = context.trainer
-    if not isinstance(trainer.objective, Policy):
+    if not isinstance(trainer.objective, GrpoObjective):
         return f"none: objective {trainer.config.objective}"
     rows = trainer.courses.each[0].rows
     asked = [Owned((0,), pack([rows[0]], [0]))]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from ci_llm.core.memory import unless_out_of_memory
-from ci_llm.crowd.policy import Policy
+from ci_llm.crowd.grpo import GrpoObjective
 from ci_llm.data.batches import MicroBatch
 from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.errors import RewardFailed
@@ -36,7 +36,7 @@ def agree_on_gradients(trainer: Trainer, attempt: RunAttempt, step: int, micro_b
         RewardFailed: on every process, when a function could not reward completions; the step before is saved.
     """
     save_wanted, rollout, failure, of_run = False, None, None, trainer.objective
-    if isinstance(of_run, Policy):
+    if isinstance(of_run, GrpoObjective):
         rollout = trainer.rollouts.of_step(of_run, step, micro_batches, trainer.courses)
         failure, of_run = rollout.failure, rollout.policy
     while True:

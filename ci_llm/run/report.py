@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ci_llm.cluster.deadline import STOPPED_BY_CALLBACK, Pace
 from ci_llm.core.quantities import count
-from ci_llm.crowd.policy import Policy, of_metrics
+from ci_llm.crowd.grpo import GrpoObjective, of_metrics
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.logs.progress import Position
 from ci_llm.run.attempt import RunAttempt
@@ -45,7 +45,7 @@ def report(trainer: Trainer, attempt: RunAttempt, verdict: Verdict, findings: Fi
         metrics.add((*sums.targets, verdict.num_targets), totals, norms, findings.left_out)
         measured = of_metrics(trainer.objective, sums.metrics)
         metrics.add_named(trainer.objective.metric_names, measured, findings.left_out)
-        if isinstance(trainer.objective, Policy):
+        if isinstance(trainer.objective, GrpoObjective):
             trainer.rollouts.watch.look(trainer.objective.sums, sums.metrics, step)
     if step % trainer.config.logging_steps and step != trainer.total_steps:
         return

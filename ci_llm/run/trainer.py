@@ -15,13 +15,13 @@ import torch
 from ci_llm.agents.agent import Agent, courses_of
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.policy import TrainedObjective
+from ci_llm.crowd.grpo import TrainedObjective
 from ci_llm.data.agent_rows import Courses
 from ci_llm.distributed.processes import Processes
 from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.start.resume import RunCheckpoint
 from ci_llm.run.step.evaluator import Evaluator, kept_steps
-from ci_llm.run.step.gradients import Passes
+from ci_llm.run.step.gradients import TrainingPasses
 from ci_llm.run.step.members import config_of
 from ci_llm.run.step.nonfinite import NonFiniteResponse
 from ci_llm.run.step.out_of_memory import MemoryRelief
@@ -91,10 +91,10 @@ class Trainer:
         return self.state.recovery.limit(self.config.batch_size)
 
     @property
-    def passes(self) -> Passes:
+    def passes(self) -> TrainingPasses:
         """The passes of a step, forward and backward."""
         accelerator, scale = self.processes.accelerator, self.state.loss_scale
-        return Passes(
+        return TrainingPasses(
             accelerator,
             self.prepared.model,
             self.crowd,

@@ -21,7 +21,7 @@ from ci_llm.config import Config
 from ci_llm.core.run_status import read_status
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.drawing import Asked, Drawer
-from ci_llm.crowd.policy import Policy
+from ci_llm.crowd.grpo import GrpoObjective
 from ci_llm.data.prompts import Prompter
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import ConfigError, RewardFailed
@@ -91,7 +91,7 @@ def compared(groups: Sequence[Group], scale: str) -> list[Group]:
 def step_of(crowd: Crowd, objective: Any, each: Sequence[Sequence[Group]], *how: int) -> Tensor:
     """[K] the losses of a step in these parts; its gradients are in the crowd."""
     named = tuple(Reward(name, lambda **_: []) for name in "ab")
-    policy = Policy(objective, crowd, named)
+    policy = GrpoObjective(objective, crowd, named)
     crowd.train()
     crowd.storage.begin_step(0)
     losses, counted = torch.zeros(K, dtype=torch.float64), torch.zeros(K, dtype=torch.float64)

@@ -32,7 +32,7 @@ from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
 from ci_llm.distributed.processes import Processes
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.run.loop import apply_gradients, prepared
-from ci_llm.run.step.gradients import Passes
+from ci_llm.run.step.gradients import TrainingPasses
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.trainer import Prepared, Trainer
 from tools.testbed.tiny import base, batch
@@ -108,7 +108,9 @@ class Step:
         )
         self.trainer.rate_of = partial(Trainer.rate_of, self.trainer)
         accelerator, model = processes.accelerator, self.trainer.prepared.model
-        self.passes = Passes(accelerator, model, crowd, Objective(), seed=42, loss_scale=None, tick=lambda: None)
+        self.passes = TrainingPasses(
+            accelerator, model, crowd, Objective(), seed=42, loss_scale=None, tick=lambda: None
+        )
         for agent in crowd.agents:
             agent.training = Training(lambda _: 1e-3, 0.0, 1.0, course=None)  # type: ignore[arg-type]
 

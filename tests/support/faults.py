@@ -145,7 +145,7 @@ def short_memory(fault: Fault) -> None:
     # Blocks of more than 128 KiB go back to the kernel when they are freed. By default glibc keeps some of them, which
     # can be taken again without asking the kernel; how many depends on the threads of the process.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10) == 1
-    wrap(gradients.Passes, "compute_gradients", strike)
+    wrap(gradients.TrainingPasses, "compute_gradients", strike)
     wrap(loop, "save", lift)  # of the last step: its threads want memory for their stacks
 
 
@@ -244,7 +244,7 @@ def terminated_after_another(fault: Fault) -> None:
             wait_until("another process has failed", lambda: any(Path("run/attempts").glob("*/process_*.json")))
             os.kill(os.getpid(), signal.SIGTERM)
 
-    wrap(gradients.Passes, "compute_gradients", strike)
+    wrap(gradients.TrainingPasses, "compute_gradients", strike)
 
 
 def bug(fault: Fault) -> None:
@@ -268,7 +268,7 @@ def hang(fault: Fault) -> None:
         if Now.strikes(fault):
             threading.Event().wait()
 
-    wrap(gradients.Passes, "compute_gradients", wait_for_nothing)
+    wrap(gradients.TrainingPasses, "compute_gradients", wait_for_nothing)
 
 
 def note_votes() -> None:
@@ -323,7 +323,7 @@ def kill(fault: Fault) -> None:
                 wait_until_committed(Path("run"), fault.committed)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    wrap(gradients.Passes, "compute_gradients", strike)
+    wrap(gradients.TrainingPasses, "compute_gradients", strike)
 
 
 def no_report(fault: Fault) -> None:
@@ -343,7 +343,7 @@ def terminate(fault: Fault) -> None:
         if Now.strikes(fault):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    wrap(gradients.Passes, "compute_gradients", strike)
+    wrap(gradients.TrainingPasses, "compute_gradients", strike)
 
 
 KINDS: dict[str, Callable[[Fault], None]] = {
@@ -404,7 +404,7 @@ def arm(faults: Sequence[Fault]) -> None:
     for fault in faults:
         if fault.process in (None, own_index()):
             KINDS[fault.kind](fault)
-    wrap(gradients.Passes, "compute_gradients", note)  # last, so that it comes first
+    wrap(gradients.TrainingPasses, "compute_gradients", note)  # last, so that it comes first
 
 
 def train_with_faults(

@@ -13,8 +13,8 @@ from ci_llm.agents.agent import Agent, Training
 from ci_llm.config import Config
 from ci_llm.config.own_keys import OWN_KEYS
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.grpo import GrpoObjective, TrainedObjective
 from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.policy import Policy, TrainedObjective
 from ci_llm.crowd.preferences import Preferences
 from ci_llm.data.agent_rows import Course
 from ci_llm.data.order import Plan
@@ -67,7 +67,7 @@ def objective_of(config: Config, crowd: Crowd, num_processes: int) -> TrainedObj
         found = objectives.objective_of(config.objective, config.each_agent, crowd.device)
         if isinstance(found, Grpo):
             rewards = rewards_of(config.rewards or (), config.answer_column, config.max_completion_length)
-            return Policy(found, crowd, rewards, num_processes)
+            return GrpoObjective(found, crowd, rewards, num_processes)
         return Preferences(found, crowd, bootstrap)
     return Objective(
         config.diversity, config.lambda_sw, config.swd_representation, seed=config.seed, bootstrap=bootstrap

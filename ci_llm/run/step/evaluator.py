@@ -26,9 +26,9 @@ from ci_llm.core.scores import LEAST_ROWS, JudgedBy, measures_of
 from ci_llm.core.work import working
 from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.grpo import GrpoObjective, TrainedObjective
 from ci_llm.crowd.judging import Ranking, rank
 from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.policy import Policy, TrainedObjective
 from ci_llm.crowd.preferences import Preferences
 from ci_llm.crowd.rewarding import RewardScorer
 from ci_llm.crowd.scoring import AnswerScores, Questions, Scores, Solved, answer_questions, asked_of, score
@@ -250,7 +250,7 @@ class Evaluator:
         return None if found is None else Ranking.joined(found)
 
     def _scores_on(self, rows: TokenizedRows, step: int, micro_batch_size: int) -> Scores | None:
-        if isinstance(self.objective, Policy):
+        if isinstance(self.objective, GrpoObjective):
             return self._rewarded(self.objective, rows, step, micro_batch_size)
 
         def work(rounds: Rounds) -> Scores | None:
@@ -260,7 +260,7 @@ class Evaluator:
         found = self._on_all_processes("score", step, len(rows), 4 * micro_batch_size, work)
         return None if found is None else Scores.joined(found)
 
-    def _rewarded(self, policy: Policy, rows: TokenizedRows, step: int, micro_batch_size: int) -> Scores | None:
+    def _rewarded(self, policy: GrpoObjective, rows: TokenizedRows, step: int, micro_batch_size: int) -> Scores | None:
         config = self._config
         longest = config.max_completion_length if config.max_new_tokens_eval == "auto" else config.max_new_tokens_eval
         scorer = RewardScorer(policy.objective, policy.rewards, config.aggregator, longest, config.seed)
@@ -274,7 +274,7 @@ class Evaluator:
     @property
     def _writes_no_answers(self) -> bool:
         """Whether answers are scored by heads or rewards alone."""
-        return bool(self._crowd.settings.outputs) or isinstance(self.objective, Policy)
+        return bool(self._crowd.settings.outputs) or isinstance(self.objective, GrpoObjective)
 
     def answers(self, step: int, micro_batch_size: int) -> AnswerScores | None:
         """Scores of generated answers. A collective.

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ci_llm.core.determinism import seed_everything
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.grpo import GrpoObjective, TrainedObjective, num_pairs
 from ci_llm.crowd.objective import Objective, StepLoss
-from ci_llm.crowd.policy import Policy, TrainedObjective, num_pairs
 from ci_llm.data.batches import MicroBatch
 from ci_llm.distributed.ballot import StepSums
 from ci_llm.run.step.nonfinite import nonfinite_here
@@ -34,7 +34,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Passes:
+class TrainingPasses:
     """The passes of a crowd, forward and backward.
 
     Attributes:
@@ -52,7 +52,7 @@ class Passes:
     loss_scale: float | None
     tick: Callable[[], object]
 
-    def of_fixed_rows(self) -> Passes:
+    def of_fixed_rows(self) -> TrainingPasses:
         """Passes that do not depend on the step: fixed rows are single ones, whatever is trained on."""
         objective = self.objective if isinstance(self.objective, Objective) else Objective()
         return replace(self, objective=objective, loss_scale=None)
@@ -64,7 +64,7 @@ class Passes:
         self.model.train()
         crowd.storage.begin_step(step)
         sums = torch.zeros(num_sums(crowd.num_agents, objective), dtype=torch.float64, device=crowd.device)
-        if isinstance(objective, Policy) and objective.of_step is not None:
+        if isinstance(objective, GrpoObjective) and objective.of_step is not None:
             sums[StepSums.size(crowd.num_agents) :] = objective.of_step.flatten().to(crowd.device)
         for number, batch in enumerate(micro_batches):
             crowd.storage.begin_micro_step(step, process, number)

@@ -29,7 +29,7 @@ from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_folder import COMPLETIONS
 from ci_llm.crowd.drawing import Asked, Drawer
 from ci_llm.crowd.generation import continuation
-from ci_llm.crowd.policy import Policy
+from ci_llm.crowd.grpo import GrpoObjective
 from ci_llm.crowd.rewarding import Asking, rewards_of_group
 from ci_llm.data.agent_rows import Course, Courses
 from ci_llm.data.batches import Batch, MicroBatch, Owned, pack
@@ -76,7 +76,7 @@ class Rollout:
         failure: the error of a function that could not reward them.
     """
 
-    policy: Policy
+    policy: GrpoObjective
     groups: Sequence[Sequence[Group]]
     failure: RewardFailed | None = None
 
@@ -180,7 +180,9 @@ class Rollouts:
     seed: int
     watch: Watch = field(default_factory=Watch)
 
-    def of_step(self, policy: Policy, step: int, micro_batches: Sequence[MicroBatch], courses: Courses) -> Rollout:
+    def of_step(
+        self, policy: GrpoObjective, step: int, micro_batches: Sequence[MicroBatch], courses: Courses
+    ) -> Rollout:
         """Draw and judge the completions of this process's rows of a step. A collective with `scale_rewards: batch`.
 
         Raises:
@@ -210,7 +212,7 @@ class Rollouts:
         )
         return Rollout(replace(policy, of_step=sums, failed=failed), groups, failure)
 
-    def _judged(self, policy: Policy, step: int, one: Asked, course: Course, requests: Sequence[Any]) -> Group:
+    def _judged(self, policy: GrpoObjective, step: int, one: Asked, course: Course, requests: Sequence[Any]) -> Group:
         prompter, objective = policy.crowd.prompter, policy.objective
         assert prompter is not None
         failed = any(request.error is not None for request in requests)
@@ -228,7 +230,7 @@ class Rollouts:
         cut = [request.finish != "stop" for request in requests]
         return Group(one, tokens, texts, cut, failed, rewards, rewards.new_zeros(len(texts)))
 
-    def _spreads(self, policy: Policy, each: Sequence[Sequence[Group]]) -> list[Tensor | None]:
+    def _spreads(self, policy: GrpoObjective, each: Sequence[Sequence[Group]]) -> list[Tensor | None]:
         """The deviation of all rewards of each agent in the step, over all processes, if it divides advantages."""
         if policy.objective.scale_rewards != "batch":
             return [None] * len(each)
@@ -240,7 +242,7 @@ class Rollouts:
             for k in range(len(each))
         ]
 
-    def _sums(self, policy: Policy, groups: Sequence[Group], of_batch: Tensor | None) -> Tensor:
+    def _sums(self, policy: GrpoObjective, groups: Sequence[Group], of_batch: Tensor | None) -> Tensor:
         """[M, 2] what the completions of one agent add to the sums of the step."""
         if not groups:
             return torch.zeros(len(policy.sums.places), 2, dtype=torch.float64)
@@ -253,7 +255,7 @@ class Rollouts:
         return policy.sums.of_completions(rewards, total, flat, lengths, cut, self.processes.process_index)
 
 
-def _compared(policy: Policy, groups: Sequence[Group], of_batch: Tensor | None) -> Iterator[Group]:
+def _compared(policy: GrpoObjective, groups: Sequence[Group], of_batch: Tensor | None) -> Iterator[Group]:
     """The groups of one agent with their advantages."""
     for group in groups:
         total = total_rewards(group.rewards, policy.objective.reward_weights)[None]

@@ -56,7 +56,7 @@ class Tempered:
 
 
 @dataclass(frozen=True)
-class Policy:
+class GrpoObjective:
     """The objective of a run whose agents draw what they learn from.
 
     Args:
@@ -127,16 +127,16 @@ class Policy:
 
 
 #: The objective of a run.
-TrainedObjective = NextToken | Preferences | Policy
+TrainedObjective = NextToken | Preferences | GrpoObjective
 
 
 def num_pairs(objective: TrainedObjective) -> int:
     """How many pairs of numbers of each agent are added up in a step, for its metrics."""
-    return len(objective.sums.places if isinstance(objective, Policy) else objective.metric_names)
+    return len(objective.sums.places if isinstance(objective, GrpoObjective) else objective.metric_names)
 
 
 def of_metrics(objective: TrainedObjective, sums: Sequence[Sequence[float]]) -> list[list[float]]:
     """Sum and count of each of `metric_names` for every agent, from what was added up."""
-    if not isinstance(objective, Policy):
+    if not isinstance(objective, GrpoObjective):
         return [[*own] for own in sums]
     return [[number for pair in objective.sums.means(own).values() for number in pair] for own in sums]
