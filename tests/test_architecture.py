@@ -299,7 +299,7 @@ CAPS = {
     "run": 5063,
     "serve": 1410,
     "supervisor": 1743,
-    "sweep": 853,
+    "sweep": 854,
 }
 
 

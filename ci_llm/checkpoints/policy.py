@@ -224,7 +224,7 @@ class RetentionPolicy:
         if best_mode not in ("max", "min"):
             raise CheckpointError(f"{best_mode!r} is neither max nor min", where="best_mode")
         self._most, self._period, self._best_fn, self._best_mode = most, period, best_fn, best_mode
-        self._known: dict[int, Metrics | None] = {}
+        self._known: dict[tuple[Path, int], Metrics | None] = {}
 
     @property
     def newest(self) -> int | None:
@@ -233,7 +233,7 @@ class RetentionPolicy:
 
     def spared(self, directory: Path, step: int, metrics: Any) -> frozenset[int]:
         """The steps that stay when `step` is saved, with `metrics`. No other save is in flight."""
-        self._known[step] = metrics
+        self._known[directory, step] = metrics
         if self._most is None or (self._period is None and self._best_fn is None):
             return frozenset()
         steps = {*numbered_steps(directory), step}
@@ -256,9 +256,9 @@ class RetentionPolicy:
 
     def _measure(self, directory: Path, step: int) -> float | None:
         """The measure of a step, the more the better; None without metrics."""
-        if step not in self._known:
-            self._known[step] = metrics_of(directory, step)
-        metrics = self._known[step]
+        if (directory, step) not in self._known:
+            self._known[directory, step] = metrics_of(directory, step)
+        metrics = self._known[directory, step]
         if self._best_fn is None or metrics is None:
             return None
         value = float(self._best_fn(metrics))

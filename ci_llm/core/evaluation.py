@@ -5,7 +5,7 @@ A part that does not apply is None or empty, and has no key in the file. A numbe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -249,7 +249,7 @@ class Evaluation:
     learning_rates: tuple[float, ...] = ()
     best_agent: BestAgent | None = None
     sets: tuple[RowSet, ...] = ()
-    of_rows: Mapping[str, Sequence[Sequence[float]]] | None = None
+    of_rows: Mapping[str, tuple[tuple[float, ...], ...]] | None = None
     dropped: tuple[int, ...] = ()
     left_out: int | None = None
     sureness: Sureness | None = None

@@ -528,7 +528,7 @@ def _has_question(row: Example) -> bool:
     return bool(last_answer(row).start > 1)
 
 
-def parts_of_rows(scores: Scores, answers: AnswerScores | None) -> dict[str, list[list[float]]]:
+def parts_of_rows(scores: Scores, answers: AnswerScores | None) -> dict[str, tuple[tuple[float, ...], ...]]:
     """The contribution of each row to an agent's mean, by metric [K][n].
 
     The NLL, a ratio, is linearised as in `Scores.nll_gain`.
@@ -536,7 +536,7 @@ def parts_of_rows(scores: Scores, answers: AnswerScores | None) -> dict[str, lis
     weights, nll = scores.tokens / scores.tokens.double().mean(), scores.nll[:-1] / scores.tokens.double().mean()
     right = scores.right[:-1] if answers is None else answers.right[:-2]
     by_row = nll - nll.mean(1, keepdim=True) * (weights - 1)
-    found = {"nll": by_row.tolist(), "exact_match": right.double().tolist()}
+    found = {"nll": by_row, "exact_match": right.double()}
     if _measured_by(scores, heads=False) == "rewards":
-        found |= {"reward": (-scores.nll[:-1]).tolist()}
-    return found
+        found |= {"reward": -scores.nll[:-1]}
+    return {metric: tuple(map(tuple, rows.tolist())) for metric, rows in found.items()}

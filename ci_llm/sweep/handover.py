@@ -174,6 +174,7 @@ def _train_state(values: Mapping[str, Any], checkpoints: Sequence[Checkpoint]) -
     limits = [recovery.micro_batch_size for recovery in each if recovery.micro_batch_size is not None]
     recovery = RecoveryState(
         micro_batch_size=min(limits, default=None),
+        parts_of_group=max(recovery.parts_of_group for recovery in each),
         pass_per_agent=any(recovery.pass_per_agent for recovery in each),
         recompute=any(recovery.recompute for recovery in each),
     )

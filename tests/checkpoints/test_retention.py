@@ -21,7 +21,7 @@ def keeping(folder: Path, measured: dict[int, float | None], **options: Any) -> 
     keep = RetentionPolicy(**{"most": 2, **options})
     for step, value in measured.items():
         (folder / f"checkpoint_step_{step}").mkdir()
-        keep._known[step] = None if value is None else {"loss": value}
+        keep._known[folder, step] = None if value is None else {"loss": value}
     return keep
 
 

@@ -48,7 +48,7 @@ FULL = Evaluation(
     base=BaseScores(0.0, 3.5),
     preferences=Judgement(9, accuracies=Figure((1.0, 0.5), 0.5, intervals95=Intervals(((0, 1), (0, 1)), (0.25, 0.75)))),
     sets=(RowSet("one", 4, "none", "teacher_forcing", (0,), EXACT, NLL),),
-    of_rows={"nll": [[0.5], [0.25]]},
+    of_rows={"nll": ((0.5, 1.5), (0.25, 2.5))},
     dropped=(1,),
     ending=Ending(4, 8, True, BestSteps("nll", Best(3, 0.25), (None, Best(2, 0.5))), None),
 )
@@ -61,6 +61,22 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     plain = replace(FULL, asked=None, ending=None, teacher_forced=None)
     assert Evaluation.from_dict(plain.to_dict()) == plain
     assert {"questions", "last_step", "teacher_forced", "names", "tokens"}.isdisjoint(plain.to_dict())
+
+
+def test_a_number_that_is_none_comes_back_from_every_place(tmp_path: Path) -> None:
+    sick = Figure((math.nan, math.inf), 1.0)
+    rows = RowSet("one", 4, "none", "teacher_forcing", (0,), sick, sick)
+    found = replace(
+        FULL,
+        preferences=None,
+        nll=sick,
+        exact_match=sick,
+        sets=(rows,),
+        of_rows={"nll": ((math.nan, 1.0), (math.inf, 2.0))},
+    )
+    write_evaluation(tmp_path, found, None)
+    for again in (read_evaluation(tmp_path), Evaluation.from_dict(found.to_dict())):
+        assert repr(again) == repr(found)
 
 
 def test_the_file_has_its_form() -> None:

@@ -283,10 +283,12 @@ def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("deterministic", "says"), [("auto", "state-exact here, and not bitwise"), ("false", "")])
-def test_a_machine_that_repeats_no_bits_is_told_or_fails_where_it_has_to(deterministic: str, says: str) -> None:
+def test_a_machine_that_repeats_no_bits_is_told_or_fails_where_it_has_to(
+    deterministic: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Mock(config=load_config(None, [f"deterministic={deterministic}"]))
     run.checkpoint.bits = {"layer": 1}
-    run.measure = lambda _: run.checkpoint.bits.update(layer=2)
+    monkeypatch.setattr(toy_run, "measure", lambda _: run.checkpoint.bits.update(layer=2))
     assert says in toy_run._repeated(run)
     run.config, run.checkpoint.bits = load_config(None, ["deterministic=true"]), {"layer": 1}
     with pytest.raises(ModelError, match="other bits"):

@@ -65,8 +65,8 @@ def preempted_together(directory: str, signalled: int) -> int:
 def failing_together(directory: str, hopeless: bool) -> int:
     """A save or measure that fails on process 0 is an error on every process, and none is left waiting."""
     dist.init_process_group("gloo")
-    options: dict[str, Any] = {"max_to_keep": 1, "best_fn": lambda metrics: metrics["loss"]}
-    manager = CheckpointManager(directory, async_save=False, **options)
+    best = CheckpointManager.Retention(1, best_fn=lambda metrics: metrics["loss"])
+    manager = CheckpointManager(directory, max_to_keep=best, async_save=False)
     try:
         manager.save(0, {"rows": {1, 2, 3} if hopeless else [1, 2, 3]}, metrics={"reward": 1.0})
     except (CheckpointError, KeyError) as error:

@@ -40,4 +40,4 @@ class Wide(TorchDispatchMode):
 with Wide() as wide:
     code = main(sys.argv[1:])
 print(f"\nfound {json.dumps(sorted(wide.places))}")
-sys.exit(code)
+assert code == 0
