@@ -1,7 +1,7 @@
 """Do agents learn by checked rewards, and what does a step of GRPO cost beside TRL's? The embedded base, one thread.
 
-    python -m benchmarks.grpo learns --seeds 42 43 44
-    python -m benchmarks.grpo cost --rounds 5
+    python -m benchmarks.grpo --parts learns --seeds 42 43 44
+    python -m benchmarks.grpo --parts cost --rounds 5
 
 learns  K = 4 agents take a short SFT on 100 rows. From there they go on in two ways, on the 1,400 other prompts of the
         training split: GRPO with the reward `final_number`, and SFT on the answers for as many CPU seconds. Answers to
@@ -12,7 +12,7 @@ cost    the four agents in one run here, against four runs of TRL's GRPOTrainer 
         two calls of that function, so neither start nor end of a run counts. The rate is so small that the agents, and
         so the lengths of their completions, stay as they are.
 
-TRL is no dependency of this project: `pip install trl` first.
+TRL is one of the development packages.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.objectives.grpo.rewards import last_number
 
+PARTS: Final = ("learns", "cost")
 K, SFT_ROWS, SFT_STEPS = 4, 100, 60
 PROMPTS, GENERATIONS, LONGEST = 8, 8, 40  # of a step; of a prompt; tokens of a completion
 COMMON: Final = {**BARE, "eval_samples": 1, "num_workers": 0, "num_agents": K, "eval_dataset_name": "embedded"}
@@ -168,7 +169,7 @@ def trl(folder: Path, start: Path, steps: int) -> Steps:
     from datasets import Dataset
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+    from trl import GRPOConfig, GRPOTrainer
 
     torch.use_deterministic_algorithms(False)  # our run has asked for them, which may cost others time
     tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
@@ -214,9 +215,9 @@ def cost_table(found: dict[str, list[Steps]]) -> str:
 
 
 def main() -> None:
-    """Print a markdown table."""
+    """Print a markdown table of each part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("learns", "cost"))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="default: both")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44], help="default: 42 43 44")
     parser.add_argument("--steps", type=int, help="of GRPO (default: 40), or of a round (3)")
     parser.add_argument("--rate", default="1e-3", help="of GRPO (default: 1e-3)")
@@ -228,12 +229,12 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        if options.part == "cost":
+        if "learns" in options.parts:
+            held_out = rows(options.split)[: options.rows]
+            how = (folder, options.steps or 40, options.rate, options.sft_rate, held_out)
+            print(learned_table([learn(seed, *how) for seed in options.seeds]))
+        if "cost" in options.parts:
             print(cost_table(cost(folder, options.rounds, options.steps or 3)))
-            return
-        held_out = rows(options.split)[: options.rows]
-        how = (folder, options.steps or 40, options.rate, options.sft_rate, held_out)
-        print(learned_table([learn(seed, *how) for seed in options.seeds]))
 
 
 if __name__ == "__main__":  # the reward is imported by name: one module has to hold its calls
