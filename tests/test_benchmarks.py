@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import __main__ as listing
-from benchmarks import campaign, checkpoint_stall, harness, step
+from benchmarks import campaign, checkpoint_stall, grpo, harness, step
 from benchmarks.harness import Cost, cpu_ratios, median_cost, take_turns
 from tests.support.children import START
 from tools.testbed.events import DEADLINE_S
@@ -36,6 +37,30 @@ def test_the_trainers_of_the_step_benchmark_train_the_same(monkeypatch: pytest.M
     assert all(measured.ratio(name) > 0 for name in measured.costs)
     assert step.table(measured, rows=2).count("| 2 |") == 5, "the last is the floor"
     assert len(measured.floor) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore")
+def test_the_benchmark_of_grpo_measures_steps_and_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SFT_STEPS": 1, "PROMPTS": 2, "GENERATIONS": 2, "LONGEST": 4}.items():
+        monkeypatch.setattr(grpo, name, value)
+    costs = grpo.cost(tmp_path, rounds=1, steps=1)
+    assert all(one.cpu_s > 0 and 1 <= one.tokens <= 4 for each in costs.values() for one in each)
+    ratio = costs["TRL"][0].cpu_s / costs["ours"][0].cpu_s
+    assert grpo.cost_table(costs).endswith(f"{ratio:.2f} ({ratio:.2f} to {ratio:.2f}) |")
+    learned = grpo.learn(1, tmp_path, 1, "1e-3", "8e-3", grpo.rows("test")[:2])
+    assert all(0 <= float(x) <= 1 for found in learned.rewards.values() for x in found)
+    assert all(seconds > 0 for seconds in learned.cpu_s.values())
+
+
+def test_the_table_of_what_was_learned_pairs_changes_by_seed() -> None:
+    def of_seed(before: float, after: float) -> grpo.Learned:
+        return grpo.Learned({"before": torch.tensor([before, 0.5]), "GRPO": torch.tensor([after, 0.5])}, {"GRPO": 9.0})
+
+    _, _, before, after = grpo.learned_table([of_seed(0.2, 0.4), of_seed(0.3, 0.5)]).splitlines()
+    assert before == "| before |  | 0.250 ± 0.635 |  | 0.500 ± 0.000 |  |"
+    assert after == "| GRPO | 9 | 0.450 ± 0.635 | +0.200 ± 0.000 | 0.500 ± 0.000 | +0.000 ± 0.000 |"
 
 
 @pytest.mark.fast_cases(2)

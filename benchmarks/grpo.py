@@ -1,0 +1,241 @@
+"""Do agents learn by checked rewards, and what does a step of GRPO cost beside TRL's? The embedded base, one thread.
+
+    python -m benchmarks.grpo --parts learns --seeds 42 43 44
+    python -m benchmarks.grpo --parts cost --rounds 5
+
+learns  K = 4 agents take a short SFT on 100 rows. From there they go on in two ways, on the 1,400 other prompts of the
+        training split: GRPO with the reward `final_number`, and SFT on the answers for as many CPU seconds. Answers to
+        held-out prompts are greedy; the reward is the share whose last number is right. `--split validation` is for
+        choices of a rate.
+cost    the four agents in one run here, against four runs of TRL's GRPOTrainer that begin with the same adapters: the
+        same 8 prompts in every step, 8 completions of each, the same reward function. A step is what lies between
+        two calls of that function, so neither start nor end of a run counts. The rate is so small that the agents, and
+        so the lengths of their completions, stay as they are.
+
+TRL is one of the development packages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+import ci_llm
+from benchmarks.crowd import BARE, over_seeds
+from benchmarks.harness import median_and_range, turn
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.embedded import BASE_FOLDER, rows
+from ci_llm.objectives.grpo.rewards import last_number
+
+PARTS: Final = ("learns", "cost")
+K, SFT_ROWS, SFT_STEPS = 4, 100, 60
+PROMPTS, GENERATIONS, LONGEST = 8, 8, 40  # of a step; of a prompt; tokens of a completion
+COMMON: Final = {**BARE, "eval_samples": 1, "num_workers": 0, "num_agents": K, "eval_dataset_name": "embedded"}
+#: CPU seconds of this process at every call of `clocked`, with the number of completions and of their tokens.
+CALLS: list[tuple[float, int, int]] = []
+
+
+def clocked(completions: Sequence[str], completion_ids: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
+    """The reward `final_number`, which notes when it is called."""
+    CALLS.append((time.process_time(), len(completions), sum(map(len, completion_ids))))
+    return [float(last_number(own) == last_number(want)) for own, want in zip(completions, answer, strict=True)]
+
+
+def train(folder: Path, **keys: Any) -> float:
+    """CPU seconds of a run."""
+    began = time.process_time()
+    ci_llm.train({**COMMON, **keys}, output_dir=folder)
+    return time.process_time() - began
+
+
+def sft(folder: Path, seed: int) -> float:
+    """CPU seconds of the SFT that comes first."""
+    return train(folder, max_train_samples=SFT_ROWS, max_train_steps=SFT_STEPS, batch_size=12, seed=seed)
+
+
+def grpo(folder: Path, start: Path, prompts: Path, **keys: Any) -> float:
+    """CPU seconds of GRPO by the agents of another run."""
+    return train(
+        folder, objective="grpo", init_from=start / "final_checkpoint", dataset_name=prompts, batch_size=PROMPTS,
+        num_generations=GENERATIONS, max_completion_length=LONGEST, **keys,
+    )  # fmt: skip
+
+
+def written(file: Path, some: Sequence[dict[str, str]]) -> Path:
+    """A file of these rows."""
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in some), encoding="utf-8")
+    return file
+
+
+# Do they learn?
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What one seed has shown.
+
+    Attributes:
+        rewards: by way, [2] the reward of held-out greedy answers: the agents' mean, and the crowd's.
+        cpu_s: by way, of its training; without SFT, which comes first.
+    """
+
+    rewards: dict[str, Tensor]
+    cpu_s: dict[str, float]
+
+
+def score(run: Path, held_out: Sequence[dict[str, str]]) -> Tensor:
+    """[2] the reward of greedy answers: the agents' mean, and the crowd's."""
+    crowd = Crowd.from_pretrained(run)
+    said = crowd.generate([row["question"] for row in held_out], max_new_tokens=LONGEST, batch_size=50, details=True)
+    right = [
+        [float(last_number(text) == last_number(row["answer"])) for text in (*answer.agents, answer.answer)]
+        for row, answer in zip(held_out, said, strict=True)
+    ]
+    of_each = torch.tensor(right, dtype=torch.float64).mean(0)
+    return torch.stack([of_each[:-1].mean(), of_each[-1]])
+
+
+def learn(seed: int, folder: Path, steps: int, rate: str, sft_rate: str, held_out: Sequence[dict[str, str]]) -> Learned:
+    """SFT, then GRPO, and beside it more SFT for as many CPU seconds."""
+    prompts = written(folder / "prompts.jsonl", rows("train")[SFT_ROWS:])
+    before, after, beside = (folder / f"{name}_{seed}" for name in ("sft", "grpo", "more_sft"))
+    sft_s = sft(before, seed)
+    cpu_s = {"GRPO": grpo(after, before, prompts, rewards="final_number", max_train_steps=steps, learning_rate=rate,
+                          seed=seed)}  # fmt: skip
+    as_long = max(1, round(SFT_STEPS * cpu_s["GRPO"] / sft_s))
+    cpu_s["SFT on answers"] = train(
+        beside, init_from=before / "final_checkpoint", dataset_name=prompts, batch_size=12, max_train_steps=as_long,
+        learning_rate=sft_rate, seed=seed,
+    )  # fmt: skip
+    runs = {"before": before, "GRPO": after, "SFT on answers": beside}
+    found = Learned({name: score(run, held_out) for name, run in runs.items()}, cpu_s)
+    shown = {name: [round(float(x), 4) for x in of_both] for name, of_both in found.rewards.items()}
+    print(f"seed {seed}: {shown}, CPU s {cpu_s}, {as_long} steps of SFT", flush=True)
+    return found
+
+
+def learned_table(found: Sequence[Learned]) -> str:
+    """Means over seeds, and the changes paired by seed, with Student's 95 % intervals."""
+    lines = ["| | CPU s | agents, mean | change | crowd | change |", "|---|---|---|---|---|---|"]
+    before = torch.stack([one.rewards["before"] for one in found])
+    for name in found[0].rewards:
+        own = torch.stack([one.rewards[name] for one in found])
+        cost = f"{statistics.mean(one.cpu_s[name] for one in found):.0f}" if name in found[0].cpu_s else ""
+        cells = [name, cost]
+        for who in (0, 1):
+            change = "" if name == "before" else over_seeds(own[:, who] - before[:, who], "+.3f").replace("± +", "± ")
+            cells += [over_seeds(own[:, who], ".3f"), change]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+# What does a step cost?
+
+
+@dataclass(frozen=True)
+class Steps:
+    """CPU seconds of a step and policy, and tokens of a completion."""
+
+    cpu_s: float
+    tokens: float
+
+
+def _steps(calls_per_step: int, steps: int, policies: int) -> Steps:
+    calls = CALLS[: calls_per_step * (steps + 1)]  # later ones are of an evaluation
+    marks = [at for at, _, _ in calls[::calls_per_step]]
+    return Steps((marks[-1] - marks[0]) / steps / policies, sum(c[2] for c in calls) / sum(c[1] for c in calls))
+
+
+def ours(folder: Path, start: Path, prompts: Path, steps: int) -> Steps:
+    """A run of K policies; a group of completions is a call."""
+    CALLS.clear()
+    grpo(folder, start, prompts, rewards="benchmarks.grpo:clocked", max_train_steps=steps + 1, learning_rate=1e-6)
+    return _steps(K * PROMPTS, steps, K)
+
+
+def trl(folder: Path, start: Path, steps: int) -> Steps:
+    """K runs of GRPOTrainer, the mean; all completions of a step are a call."""
+    from datasets import Dataset
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.use_deterministic_algorithms(False)  # our run has asked for them, which may cost others time
+    tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
+    asked = [{"prompt": f"{tokenizer.bos_token}{row['question']}\n", "answer": row["answer"]} for row in rows("train")]
+    arguments = GRPOConfig(
+        str(folder), per_device_train_batch_size=PROMPTS * GENERATIONS, num_generations=GENERATIONS,
+        max_completion_length=LONGEST, max_steps=steps + 1, learning_rate=1e-6, use_cpu=True, bf16=False,
+        gradient_checkpointing=False, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    each = []
+    for k in range(K):
+        base = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
+        policy = PeftModel.from_pretrained(base, start / "final_checkpoint" / f"agent{k}", is_trainable=True)
+        some = Dataset.from_list(asked[SFT_ROWS:][:PROMPTS])
+        trainer = GRPOTrainer(policy, clocked, arguments, train_dataset=some, processing_class=tokenizer)
+        CALLS.clear()
+        trainer.train()
+        each.append(_steps(1, steps, 1))
+    return Steps(statistics.mean(one.cpu_s for one in each), statistics.mean(one.tokens for one in each))
+
+
+def cost(folder: Path, rounds: int, steps: int) -> dict[str, list[Steps]]:
+    """Both in turns, `steps` steps in each round."""
+    start, prompts = folder / "start", written(folder / "few.jsonl", rows("train")[SFT_ROWS:][:PROMPTS])
+    sft(start, 42)
+    found: dict[str, list[Steps]] = {"ours": [], "TRL": []}
+    for number in range(rounds):
+        for name in turn([*found], number):
+            own = folder / f"{name}_{number}"
+            found[name].append(ours(own, start, prompts, steps) if name == "ours" else trl(own, start, steps))
+            print(f"round {number + 1}: {name} {found[name][-1]}", flush=True)
+    return found
+
+
+def cost_table(found: dict[str, list[Steps]]) -> str:
+    """Medians over rounds, and the ratio paired by round."""
+    lines = ["| | CPU s per step and policy | tokens of a completion | times ours |", "|---|---|---|---|"]
+    for name, each in found.items():
+        ratio = median_and_range([a.cpu_s / b.cpu_s for a, b in zip(each, found["ours"], strict=True)])
+        medians = [statistics.median(x) for x in ([one.cpu_s for one in each], [one.tokens for one in each])]
+        lines.append(f"| {name} | {medians[0]:.3f} | {medians[1]:.1f} | {'1' if name == 'ours' else ratio} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print a markdown table of each part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="default: both")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44], help="default: 42 43 44")
+    parser.add_argument("--steps", type=int, help="of GRPO (default: 40), or of a round (3)")
+    parser.add_argument("--rate", default="1e-3", help="of GRPO (default: 1e-3)")
+    parser.add_argument("--sft-rate", default="8e-3", help="of SFT on the other rows (default: 8e-3)")
+    parser.add_argument("--split", choices=("validation", "test"), default="test", help="held-out rows (default: test)")
+    parser.add_argument("--rows", type=int, default=300, help="held-out rows (default: 300)")
+    parser.add_argument("--rounds", type=int, default=5, help="of cost (default: 5)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        if "learns" in options.parts:
+            held_out = rows(options.split)[: options.rows]
+            how = (folder, options.steps or 40, options.rate, options.sft_rate, held_out)
+            print(learned_table([learn(seed, *how) for seed in options.seeds]))
+        if "cost" in options.parts:
+            print(cost_table(cost(folder, options.rounds, options.steps or 3)))
+
+
+if __name__ == "__main__":  # the reward is imported by name: one module has to hold its calls
+    importlib.import_module("benchmarks.grpo").main()
