@@ -110,6 +110,10 @@ def _reward_clashes(c: KeysOfEach) -> Iterator[Clash]:
             what = f"beta 0 is for objective grpo, and this is {c.objective}"
             yield Clash(("beta", "objective"), what, "beta=0.1, or leave it out")
         return
+    if c.base_sharding == "layers":
+        what = "base_sharding layers takes the same passes on every process, and completions differ in length"
+        hint = "base_sharding=none; model_dtype=bf16 or quantization=nf4 makes a base smaller that one device holds"
+        yield Clash(("base_sharding", "objective"), what, hint)
     if not c.rewards:
         what = "objective grpo learns by rewards, and none is named"
         hint = "rewards=final_number, exact_match, regex:PATTERN, length or module:function, or a list of them"

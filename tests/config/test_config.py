@@ -485,6 +485,17 @@ def test_a_precision_of_the_launcher_that_is_none_of_ours_is_an_error() -> None:
     assert caught.value.where == "accelerate launch"
 
 
+def test_drawn_completions_exclude_layers_in_parts_also_where_the_launcher_asks_for_them() -> None:
+    """Processes that draw completions of different lengths would take different numbers of passes."""
+    words, of_launcher = ["objective=grpo", "rewards=length"], {"base_sharding": "layers"}
+    for asked, launcher in (([*words, "base_sharding=layers"], {}), (words, of_launcher)):
+        with pytest.raises(ConfigError, match="base_sharding layers") as refused:
+            read_config(None, asked, launcher)
+        assert refused.value.exit_code == 2
+        assert "base_sharding=none" in str(refused.value.hint)
+    assert read_config(None, [*words, "base_sharding=none"], of_launcher).config.base_sharding == "none"
+
+
 def test_the_configuration_as_shipped_leaves_the_word_to_the_launcher() -> None:
     config = read_config(PRESETS[0], [], BF16).config
     assert (config.mixed_precision, config.gradient_accumulation_steps) == ("bf16", 4)
