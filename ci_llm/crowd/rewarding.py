@@ -1,7 +1,7 @@
 """Rewards of completions: what functions say of those of a prompt, and agents and crowd scored by them.
 
 In an evaluation each agent and the crowd answer every prompt twice: by the most probable tokens, and by a sample. A
-completion that no function rewards counts as 0.
+completion that no function rewards counts as 0. An agent whose numbers are not finite has no score.
 
 Legend: K agents, U prompts, G completions of a prompt, F rewards; index K stands for the crowd.
 """
@@ -15,8 +15,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ci_llm.crowd.decoding import Decoding, ends_of_base
-from ci_llm.crowd.generation import Wanted, generate_each
+from ci_llm.crowd.decoding import Decoding, Request, TokenIds, ends_of_base, generate_key
+from ci_llm.crowd.drawing import write
+from ci_llm.crowd.generation import Wanted, elect, final_answers, requests_of
 from ci_llm.crowd.judging import Judged
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.scoring import Scores
@@ -72,9 +73,10 @@ def rewards_of_group(
     """
     count, is_chat = len(texts), not isinstance(asking.prompt, str)
     said = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else [*texts]
-    columns = {name: [value] * count for name, value in asking.columns.items() if name not in _GIVEN}
-    given = {"prompts": [asking.prompt] * count, "completions": said, "completion_ids": [*map(list, tokens)], **columns}
-    found = [judged(reward, given, where, timeout) for reward in rewards]
+    given = {"prompts": [asking.prompt] * count, "completions": said, "completion_ids": [*map(list, tokens)]}
+    named = given | {name: [value] * count for name, value in asking.columns.items() if name not in _GIVEN}
+    whole = given | {"rows": [asking.columns] * count}
+    found = [judged(reward, whole if reward.reads_answer else named, where, timeout) for reward in rewards]
     return torch.tensor(found, dtype=torch.float64).view(len(rewards), count).T
 
 
@@ -139,53 +141,63 @@ class RewardScorer:
     def _answered(
         self, crowd: CrowdModel, rows: TokenizedRows, batch: Sequence[int], stop: Callable[[], bool]
     ) -> list[Tensor]:
-        """The rewards [K + 1, 2] of the answers to each prompt."""
+        """The rewards [K + 1, 2] of the answers to each prompt; none if `stop` says True."""
+        asked = [(number, rows[number].input_ids.tolist()) for number in batch]
+        each = [self._requests(crowd, number, prompt) for number, prompt in asked]
+        waiting = (request for of_row in each for own in of_row for wanted in own for request in wanted)
+        write(crowd, waiting, len(batch) * (crowd.num_agents + 1), stop)
+        if stop():
+            return []
+        found = list[Tensor]()
+        for (number, prompt), of_row in zip(asked, each, strict=True):
+            asking = Asking.of(rows, number)
+            answers = [[self._answer(crowd, prompt, wanted) for wanted in own] for own in of_row]
+            of_each = torch.stack([self._rewards(crowd, asking, own) for own in answers])
+            found.append(of_each.expand(crowd.num_agents + 1, 2))  # an agent alone is the crowd
+        return found
+
+    def _requests(self, crowd: CrowdModel, number: int, prompt: TokenIds) -> list[list[list[Request]]]:
+        """Of K agents and of the crowd those of two answers, a greedy and a drawn one: several where the crowd votes.
+
+        Of an agent alone only those of the crowd.
+        """
+        agents = range(crowd.num_agents if crowd.num_agents > 1 else 0)
+        of_agents = [[[Request(prompt, how, k, generate_key(number))] for how in self._ways(crowd, k)] for k in agents]
+        return [*of_agents, [requests_of(crowd, number, prompt, Wanted(how)) for how in self._ways(crowd, 0)]]
+
+    def _ways(self, crowd: CrowdModel, agent: int) -> tuple[Decoding, Decoding]:
+        """How an agent takes the most probable tokens, and how it draws: at its own temperature, as it trains."""
         assert crowd.prompter is not None
-        _, temperature = self.objective.of_agent(0)
-        greedy = Decoding(
-            self.longest, crowd.prompter.ends | ends_of_base(crowd.model), self.aggregator, seed=self.seed
-        )
+        ends = crowd.prompter.ends | ends_of_base(crowd.model)
+        greedy = Decoding(self.longest, ends, self.aggregator, seed=self.seed)
         drawn = replace(
             greedy,
             do_sample=True,
-            temperature=temperature,
+            temperature=self.objective.of_agent(agent)[1],
             top_p=self.objective.top_p,
             top_k=self.objective.top_k or None,
             min_p=self.objective.min_p or 0.0,
         )
-        asked = [(number, rows[number].input_ids.tolist()) for number in batch]
-        columns = [self._texts(crowd, asked, decoding, stop) for decoding in (greedy, drawn)]
-        found = list[Tensor]()
-        for place, number in enumerate(batch):
-            asking = Asking.of(rows, number)
-            of_both = []
-            for texts in columns:
-                if place >= len(texts):  # asked to stop
-                    return found
-                said = [crowd.prompter.text(ids) for ids in texts[place]]
-                where, timeout = f"evaluation, {asking.place}", self.objective.reward_timeout
-                rewards = rewards_of_group(self.rewards, asking, said, texts[place], where, timeout)
-                of_both.append(total_rewards(rewards, self.objective.reward_weights).nan_to_num(nan=0.0))
-            found.append(torch.stack(of_both, -1))
-        return found
+        return greedy, drawn
 
-    def _texts(
-        self,
-        crowd: CrowdModel,
-        asked: Sequence[tuple[int, Sequence[int]]],
-        decoding: Decoding,
-        stop: Callable[[], bool],
-    ) -> list[list[list[int]]]:
-        """The answers of K agents and of the crowd to each prompt, greedy ones or samples."""
-        size, count = len(asked), crowd.num_agents
-        if not decoding.do_sample:
-            wanted = Wanted(decoding, include_agents=count > 1, stop=stop)
-            written = [*generate_each(crowd, iter(asked), wanted, size)]
-            return [[*(text for [text] in each.agents or [each.crowd]), each.crowd[0]] for each in written]
-        who = [*(range(count) if count > 1 else ()), None]
-        of_each = [
-            [each.crowd[0] for each in generate_each(crowd, iter(asked), Wanted(decoding, agent=k, stop=stop), size)]
-            for k in who
-        ]
-        of_each = of_each if count > 1 else of_each * 2
-        return [[*texts] for texts in zip(*of_each, strict=False)]
+    def _answer(self, crowd: CrowdModel, prompt: TokenIds, requests: Sequence[Request]) -> TokenIds | None:
+        """The one text, or the one that wins, with its end; None if the numbers of all writers are not finite."""
+        prompter, texts = crowd.prompter, [request.tokens for request in requests if request.error is None]
+        assert prompter is not None
+        if len(texts) < 2:
+            return texts[0] if texts else None
+        return elect(
+            crowd, prompt, texts, self.aggregator, lambda each: final_answers([prompter.text(ids) for ids in each])
+        )[0]
+
+    def _rewards(self, crowd: CrowdModel, asking: Asking, answers: Sequence[TokenIds | None]) -> Tensor:
+        """The reward [2] of each answer of one writer; NaN if it could not write them."""
+        assert crowd.prompter is not None
+        found, where = list[Tensor](), f"evaluation, {asking.place}"
+        for ids in answers:
+            if ids is None:
+                return torch.full((len(answers),), torch.nan, dtype=torch.float64)
+            said, timeout = crowd.prompter.text(ids), self.objective.reward_timeout
+            rewards = rewards_of_group(self.rewards, asking, [said], [ids], where, timeout)
+            found.append(total_rewards(rewards, self.objective.reward_weights).nan_to_num(nan=0.0))
+        return torch.cat(found)

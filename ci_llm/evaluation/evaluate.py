@@ -207,9 +207,9 @@ def _rewarded(job: loading.Job, progress: Progress) -> tuple[scoring.Scores, sco
     """The rewards of agents and crowd, and of the base alone."""
     config, total = job.config, len(job.tokenized)
     longest = config.max_completion_length if config.max_new_tokens_eval == "auto" else config.max_new_tokens_eval
-    objective = objective_of(config.objective, [config], job.crowd.device)
+    objective = objective_of(config.objective, _each_config(job), job.crowd.device)
     assert isinstance(objective, Grpo)
-    rewards = rewards_of(config.rewards or (), config.answer_column, longest)
+    rewards = rewards_of(config.rewards or (), config.answer_column, config.max_completion_length)
     require_answers(rewards, job.tokenized.rows.column_sets, config.answer_column, job.tokenized.rows.where)
     scorer = RewardScorer(objective, rewards, config.aggregator, longest, config.seed)
 
@@ -228,6 +228,12 @@ def _rewarded(job: loading.Job, progress: Progress) -> tuple[scoring.Scores, sco
     return scores, base
 
 
+def _each_config(job: loading.Job) -> Sequence[Config]:
+    """The configuration of every agent, which knows nothing of agents that a changing crowd got later."""
+    each = job.config.each_agent
+    return each if len(each) == job.crowd.num_agents else [job.config] * job.crowd.num_agents
+
+
 def _batches(job: loading.Job, progress: Progress, phase: Phase = "scoring") -> Iterator[Batch]:
     total = len(job.tokenized)
     for part in share(range(total), 0, 1, 4 * job.batch_size):
@@ -237,12 +243,10 @@ def _batches(job: loading.Job, progress: Progress, phase: Phase = "scoring") -> 
 
 def _ranking(job: loading.Job) -> Ranking | None:
     """The ranking of better and worse answers by the agents, where they were trained for that."""
-    rows, each = job.judged, job.config.each_agent
+    rows = job.judged
     if rows is None:
         return None
-    # The configuration knows nothing of agents that a changing crowd got later.
-    own = each if len(each) == job.crowd.num_agents else [job.config] * job.crowd.num_agents
-    objective = Preferences(objective_of(job.config.objective, own, job.crowd.device), job.crowd)
+    objective = Preferences(objective_of(job.config.objective, _each_config(job), job.crowd.device), job.crowd)
     parts = share(range(len(rows)), 0, 1, 2 * job.batch_size)
     return rank(objective, (pack([rows[number] for number in part], part) for part in parts))
 

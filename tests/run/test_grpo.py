@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -22,14 +24,17 @@ from ci_llm.core.run_status import read_status
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.drawing import Asked, Drawer
 from ci_llm.crowd.grpo import GrpoObjective
+from ci_llm.crowd.rewarding import Asking, RewardScorer, rewards_of_group
 from ci_llm.data.prompts import Prompter
+from ci_llm.data.sources import load_rows
+from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import ConfigError, RewardFailed
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import objective_of
 from ci_llm.objectives.grpo import advantages, spread, total_rewards
 from ci_llm.objectives.grpo.metrics import Sums, Watch
-from ci_llm.objectives.grpo.rewards import Reward, judged, rewards_of
+from ci_llm.objectives.grpo.rewards import Reward, judged, require_answers, rewards_of
 from ci_llm.run.step.rollout import Group, Rollout
 from tests.crowd.test_preferences import gradients_of, load
 
@@ -280,12 +285,67 @@ def test_built_in_rewards() -> None:
     names = ("final_number", "exact_match", "regex:^b", "length", "regex:x")
     found = rewards_of(names, None, 4)
     assert [reward.name for reward in found] == ["final_number", "exact_match", "regex", "length", "regex#2"]
-    given = {**GIVEN, "answer": ["2+2=4\n#### 1000", "b 3", None]}
+    given = {**GIVEN, "rows": [{"answer": want} for want in ("2+2=4\n#### 1000", "b 3", None)]}
     values = [judged(reward, given, "row 0") for reward in found]
     assert values[0][:2] == [1.0, 1.0]
     assert math.isnan(values[0][2])
     assert values[1][:2] == [0.0, 1.0]
     assert values[2:] == [[0.0, 1.0, 0.0], [0.75, 0.5, 0.75], [0.0] * 3]
+
+
+def read_rows(folder: Path, lines: Sequence[dict[str, Any]], tokenizer: Any, **keys: Any) -> TokenizedRows:
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    config = Config(objective="grpo", rewards=("length",), dataset_name=str(folder / "rows.jsonl"), **keys)
+    return tokenize(load_rows(config, "train"), tokenizer, max_seq_length=512, cache_folder=folder / "cache")
+
+
+def test_built_in_rewards_read_the_rows_own_columns_and_keep_their_settings(tmp_path: Path) -> None:
+    base = load_base("embedded", "fp32")
+    odd = {"pattern": "x", "longest": 1, "named": "pattern", "most": 1, "rows": "r"}
+    rows = read_rows(tmp_path, [{"prompt": "two?", "completion": "2", **odd}] * 3, base.tokenizer)
+    rewards = rewards_of(("exact_match", "final_number", "regex:^2", "length"), None, 4)
+    require_answers(rewards, rows.rows.column_sets, None, "")
+    found = rewards_of_group(rewards, Asking.of(rows, 0), ["2", "it is 2"], [[1], [1, 2]], "", None)
+    assert found.tolist() == [[1.0, 1.0, 1.0, 0.75], [0.0, 1.0, 0.0, 0.5]]
+
+
+SEEN: Final[list[tuple[str, list[int]]]] = []
+
+
+def seen(completions: Sequence[str], completion_ids: Sequence[list[int]], **_: Any) -> list[float]:
+    SEEN.extend(zip(completions, completion_ids, strict=True))
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize("aggregator", ["probability", "majority"])
+def test_an_agent_with_nan_weights_has_no_score_and_spoils_no_other(aggregator: str, tmp_path: Path) -> None:
+    crowd, longest = crowd_of(3), 5
+    with torch.no_grad():
+        crowd.agents[1].weights.fill_(torch.nan)
+    asked = read_rows(
+        tmp_path, [{"prompt": row["question"]} for row in rows("train")[:9]], load_base("embedded", "fp32").tokenizer
+    )
+    each = [Config(objective="grpo", rewards=("length",), temperature=warmth) for warmth in (5.0, 5.0, 1e-4)]
+    objective = objective_of("grpo", each)
+    scorer = RewardScorer(objective, (Reward("seen", seen),), aggregator, longest, 42)
+    SEEN.clear()
+    with crowd.plain():
+        scores = scorer.scores(crowd, asked, [[0, 1], [2]])
+    assert scores is not None
+    judged: Any = scores.judged
+    assert judged.found[1].isnan().all()
+    assert (judged.found[[0, 2]] == 1).all()
+    assert (judged.labels == 1).all()
+    assert scores.right.tolist() == [[True] * 3, [False] * 3, [True] * 3, [True] * 3]
+    assert math.isnan(scores.mean_nll[1])
+    assert len(SEEN) == 3 * 3 * 2, "a reward was asked about an answer that nobody wrote"
+    assert all(ids for _, ids in SEEN)
+    for row in range(3):  # an agent that draws at almost no temperature draws what it finds most probable
+        greedy, drawn = SEEN[6 * row + 2 : 6 * row + 4]
+        assert greedy == drawn
+    assert any(SEEN[6 * row] != SEEN[6 * row + 1] for row in range(3)), "the first agent has another temperature"
+    ends = crowd.prompter.ends  # type: ignore[union-attr]
+    assert all(len(ids) == longest or ids[-1] in ends for _, ids in SEEN), "a completion has its end, as in training"
 
 
 def test_a_function_that_only_a_checkpoint_names_is_not_imported() -> None:
@@ -327,7 +387,12 @@ def test_a_reward_that_fails_says_function_row_and_completion(
 
 
 def test_a_reward_may_be_awaited_and_may_give_none() -> None:
+    async def in_a_notebook() -> list[float]:
+        return judged(Reward("mine", waiting), GIVEN, "")
+
     assert judged(Reward("mine", waiting), GIVEN, "") == [8.0, 3.0, 0.0]
+    assert judged(Reward("mine", waiting), GIVEN, "", 5.0) == [8.0, 3.0, 0.0]
+    assert asyncio.run(in_a_notebook()) == [8.0, 3.0, 0.0]
     assert math.isnan(judged(Reward("mine", lambda **_: [None, 1, True]), GIVEN, "", 5.0)[0])
 
 

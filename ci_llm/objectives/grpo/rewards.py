@@ -28,6 +28,7 @@ _NUMBER: Final = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
 _SHOWN: Final = 200  # characters of a completion in an error
 
 Given = Mapping[str, Sequence[Any]]
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ class Reward:
 
     Attributes:
         name: its name in metrics.
-        reads_answer: whether it reads the column of the right answer.
+        reads_answer: whether it reads the right answer: then it takes `rows=`, whole ones, in place of `**columns`.
     """
 
     name: str
-    function: Callable[..., Any]
+    function: Function
     reads_answer: bool = False
 
 
@@ -87,20 +88,20 @@ def _answer_column(columns: Iterable[str], named: str | None) -> str | None:
     return named or next((column for known in ANSWERS for column in columns if column.strip().lower() == known), None)
 
 
-def _answers(given: Given, named: str | None) -> Sequence[Any]:
-    column = _answer_column(given, named)
+def _answers(rows: Sequence[Mapping[str, Any]], named: str | None) -> list[Any]:
+    column = _answer_column(rows[0], named)
     assert column is not None, "rows were looked at"
-    return given[column]
+    return [row[column] for row in rows]
 
 
 def _of_name(name: str, answer: str | None, longest: int) -> Reward:
     if name in _BUILT_IN:
-        return Reward(name, partial(_BUILT_IN[name], named=answer), reads_answer=True)
+        return Reward(name, _BUILT_IN[name](answer), reads_answer=True)
     if name == "length":
-        return Reward(name, partial(_length, longest=longest))
+        return Reward(name, _length(longest))
     if name.startswith(_REGEX):
         try:
-            return Reward("regex", partial(_regex, pattern=re.compile(name.removeprefix(_REGEX))))
+            return Reward("regex", _regex(re.compile(name.removeprefix(_REGEX))))
         except re.error as error:
             raise ConfigError(
                 f"this is no regular expression: {error}", where=f"rewards: {name}", hint="repair it"
@@ -123,26 +124,35 @@ def last_number(text: str) -> float | None:
     return float(found[-1].replace(",", "")) if found else None
 
 
-def _exact_match(completions: Sequence[Any], named: str | None, **given: Sequence[Any]) -> list[float | None]:
-    answers = zip(completions, _answers(given, named), strict=True)
-    return [None if want is None else float(text_of(own).strip() == str(want).strip()) for own, want in answers]
+# Their settings are closed over: an argument could be replaced by a column of the same name.
 
 
-def _final_number(completions: Sequence[Any], named: str | None, **given: Sequence[Any]) -> list[float | None]:
-    rows = zip(completions, _answers(given, named), strict=True)
-    answers = ((text_of(own), last_number(str(want))) for own, want in rows)
-    return [None if want is None else float(last_number(own) == want) for own, want in answers]
+def _exact_match(named: str | None) -> Function:
+    def reward(completions: Sequence[Any], rows: Sequence[Mapping[str, Any]], **_: Any) -> list[float | None]:
+        answers = zip(completions, _answers(rows, named), strict=True)
+        return [None if want is None else float(text_of(own).strip() == str(want).strip()) for own, want in answers]
+
+    return reward
 
 
-def _regex(completions: Sequence[Any], pattern: re.Pattern[str], **_: Any) -> list[float]:
-    return [float(pattern.search(text_of(own)) is not None) for own in completions]
+def _final_number(named: str | None) -> Function:
+    def reward(completions: Sequence[Any], rows: Sequence[Mapping[str, Any]], **_: Any) -> list[float | None]:
+        pairs = zip(completions, _answers(rows, named), strict=True)
+        answers = ((text_of(own), last_number(str(want))) for own, want in pairs)
+        return [None if want is None else float(last_number(own) == want) for own, want in answers]
+
+    return reward
 
 
-def _length(completion_ids: Sequence[Sequence[int]], longest: int, **_: Any) -> list[float]:
-    return [1 - len(ids) / longest for ids in completion_ids]
+def _regex(found_in: re.Pattern[str]) -> Function:
+    return lambda completions, **_: [float(found_in.search(text_of(own)) is not None) for own in completions]
 
 
-_BUILT_IN: Final[Mapping[str, Callable[..., list[float | None]]]] = {
+def _length(most: int) -> Function:
+    return lambda completion_ids, **_: [1 - len(ids) / most for ids in completion_ids]
+
+
+_BUILT_IN: Final[Mapping[str, Callable[[str | None], Function]]] = {
     "exact_match": _exact_match,
     "final_number": _final_number,
 }
@@ -176,23 +186,32 @@ def judged(reward: Reward, given: Given, where: str, timeout: float | None = Non
 
 
 def _called(reward: Reward, given: Given, timeout: float | None) -> tuple[Any, Exception | None]:
-    """What the function returns, or its error; a thread that takes too long is left behind."""
-    found: list[Any] = [None, TimeoutError(f"it took longer than reward_timeout, {timeout:g} s") if timeout else None]
+    """What the function returns, or its error."""
+    if timeout is not None:
+        return _in_thread(lambda: _waited_for(reward.function(**given)), timeout)
+    value, error = _tried(partial(reward.function, **given))
+    # In a thread, because this one may be in a loop already, as in a notebook.
+    return _in_thread(partial(_waited_for, value)) if inspect.isawaitable(value) else (value, error)
 
-    def call() -> None:
-        try:
-            value = reward.function(**given)
-            found[:] = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value, None
-        except Exception as error:  # noqa: BLE001 - a user's function raises whatever it raises
-            found[:] = None, error
 
-    if timeout is None:
-        call()
-        return found[0], found[1]
-    thread = threading.Thread(target=call, name="ci_llm reward", daemon=True)
+def _in_thread(work: Callable[[], Any], timeout: float | None = None) -> tuple[Any, Exception | None]:
+    """What `work` returns, or its error; a thread that takes too long is left behind."""
+    done: list[tuple[Any, Exception | None]] = []
+    thread = threading.Thread(target=lambda: done.append(_tried(work)), name="ci_llm reward", daemon=True)
     thread.start()
     thread.join(timeout)
-    return found[0], found[1]
+    return done[0] if done else (None, TimeoutError(f"it took longer than reward_timeout, {timeout:g} s"))
+
+
+def _tried(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - a user's function raises whatever it raises
+        return None, error
+
+
+def _waited_for(value: Any) -> Any:
+    return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
 
 
 async def _awaited(value: Any) -> Any:
