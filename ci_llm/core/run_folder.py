@@ -379,7 +379,7 @@ BEST: Final = "best"
 LAUNCH_TOKEN: Final = ".launch-"
 #: A base that no other folder has; see `ci_llm/base/load.py`.
 BASE_MODEL: Final = "base_model"
-#: A folder of completions with their rewards, a file for each step and process.
+#: A folder of completions with their rewards, a file for each step.
 COMPLETIONS: Final = "completions"
 #: What a run leaves in its folder. When the run is moved aside, everything else stays where it is.
 OF_A_RUN: Final = (

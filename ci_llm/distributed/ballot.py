@@ -27,6 +27,7 @@ class Ballot:
         stop: why the run shall end after this step.
         save: a checkpoint is due.
         request: a request to change the crowd lies in the run's folder.
+        failed: an error here ends the run on every process, whatever else is asked for.
     """
 
     num_targets: int
@@ -36,6 +37,7 @@ class Ballot:
     stop: str | None = None
     save: bool = False
     request: bool = False
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Verdict:
     Attributes:
         num_targets, sums: added over all processes.
         nonfinite: [K] whether it is set on any process.
-        out_of_memory, save, request: whether it is set on any process.
+        out_of_memory, save, request, failed: whether it is set on any process.
         stop: the reason of the first process, by index, that has one.
     """
 
@@ -56,6 +58,7 @@ class Verdict:
     stop: str | None
     save: bool
     request: bool = False
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,12 @@ class StepSums:
 
 
 def encode(ballot: Ballot) -> Tensor:
-    """The ballot as a vector: [5 + K + number of sums] float64 on the CPU, exact for counts up to 2^53.
+    """The ballot as a vector: [6 + K + number of sums] float64 on the CPU, exact for counts up to 2^53.
 
     If a part is on a GPU, this waits for the device, once.
     """
-    flags = [ballot.num_targets, ballot.out_of_memory, ballot.stop is not None, ballot.save, ballot.request]
+    flags = [ballot.num_targets, ballot.out_of_memory, ballot.stop is not None]
+    flags += [ballot.save, ballot.request, ballot.failed]
     parts = [torch.as_tensor(part) for part in (ballot.nonfinite, ballot.sums)]
     device = next((part.device for part in parts if part.device.type != "cpu"), torch.device("cpu"))
     measured = torch.cat([part.to(device, torch.float64).flatten() for part in parts])
@@ -129,7 +133,7 @@ def decode(votes: Tensor, num_agents: int, reasons: Sequence[str | None]) -> Ver
         num_agents: K.
         reasons: to stop, by process index; empty if the run continues.
     """
-    tokens, out_of_memory, _, save, request, *rest = votes.tolist()
+    tokens, out_of_memory, _, save, request, failed, *rest = votes.tolist()
     return Verdict(
         num_targets=int(tokens),
         nonfinite=tuple(count > 0 for count in rest[:num_agents]),
@@ -138,4 +142,5 @@ def decode(votes: Tensor, num_agents: int, reasons: Sequence[str | None]) -> Ver
         stop=next((reason for reason in reasons if reason is not None), None),
         save=save > 0,
         request=request > 0,
+        failed=failed > 0,
     )

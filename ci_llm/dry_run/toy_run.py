@@ -256,6 +256,8 @@ def rewards(context: CheckContext) -> str:
     rows = trainer.courses.each[0].rows
     asked = [Owned((0,), pack([rows[0]], [0]))]
     rollout = trainer.rollouts.of_step(trainer.objective, 0, [asked], trainer.courses)
+    if rollout.failure is not None:
+        raise rollout.failure
     return "\n".join(line.strip() for line in rollout.lines(trainer.objective.objective.num_generations))
 
 

@@ -1,7 +1,8 @@
 """The vote on a step: each process computes its gradients, and ONE ballot says what all have to know before any moves.
 
 Backward communicates nothing, because a reduction there would leave the peers of a process that ran out of memory
-waiting. Such a process says so in its ballot, and all repeat the step in smaller parts (out_of_memory.py).
+waiting. Such a process says so in its ballot, and all repeat the step in smaller parts (out_of_memory.py). Where agents
+draw completions, a vote before the passes says whether all of them could be rewarded.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd.grpo import GrpoObjective
 from ci_llm.data.batches import MicroBatch
 from ci_llm.distributed.ballot import Ballot, Verdict
-from ci_llm.errors import RewardFailed
+from ci_llm.objectives.grpo.rewards import failed_elsewhere
 from ci_llm.run.attempt import RunAttempt
-from ci_llm.run.boundary import save
+from ci_llm.run.boundary import save_before_error
 from ci_llm.run.one_layer import measure
 from ci_llm.run.step.gradients import Sums, num_sums
 from ci_llm.run.step.members import is_waiting
@@ -35,10 +36,13 @@ def agree_on_gradients(trainer: Trainer, attempt: RunAttempt, step: int, micro_b
         OutOfMemory: on every process, when the parts cannot be made smaller.
         RewardFailed: on every process, when a function could not reward completions; the step before is saved.
     """
-    save_wanted, rollout, failure, of_run = False, None, None, trainer.objective
+    save_wanted, rollout, of_run = False, None, trainer.objective
     if isinstance(of_run, GrpoObjective):
         rollout = trainer.rollouts.of_step(of_run, step, micro_batches, trainer.courses)
-        failure, of_run = rollout.failure, rollout.policy
+        of_run = rollout.policy
+        if trainer.processes.agree(Ballot(0, failed=rollout.failure is not None)).failed:
+            save_before_error(trainer, attempt)
+            raise rollout.failure or failed_elsewhere(f"step {step + 1}")
     while True:
         if rollout is None:
             parts = in_parts(trainer.courses, micro_batches, trainer.micro_batch_size)
@@ -49,13 +53,10 @@ def agree_on_gradients(trainer: Trainer, attempt: RunAttempt, step: int, micro_b
             passes = replace(trainer.passes, objective=objective)
             sums, complaint = unless_out_of_memory(partial(passes.compute_gradients, step, parts))
             save_wanted |= attempt.interrupts.take_save_request()
-            ballot = _ballot(trainer, attempt, step, sums, save_wanted)
-            verdict = trainer.processes.agree(replace(ballot, stop=RewardFailed.reason) if failure else ballot)
-            if failure is not None or verdict.stop == RewardFailed.reason:
-                raise _saved(trainer, attempt, failure)
+            verdict = trainer.processes.agree(_ballot(trainer, attempt, step, sums, save_wanted))
             if not verdict.out_of_memory:
                 if rollout is not None:
-                    _tell(trainer, step, rollout)
+                    _tell(trainer, attempt, step, rollout)
                 return verdict
         one_pass = not trainer.crowd.storage.pass_per_agent
         trainer.state = trainer.memory.relieve(trainer.state, complaint)
@@ -64,22 +65,11 @@ def agree_on_gradients(trainer: Trainer, attempt: RunAttempt, step: int, micro_b
         attempt.status.update(micro_batch_size=trainer.micro_batch_size)
 
 
-def _saved(trainer: Trainer, attempt: RunAttempt, failure: RewardFailed | None) -> RewardFailed:
-    """Save the step before one whose completions could not be rewarded; returns the error to raise. A collective."""
-    manager, step = attempt.manager, trainer.state.step
-    manager.wait_until_finished()
-    if step and trainer.processes.broadcast_object(manager.latest_step()) != step:
-        save(trainer, attempt)
-        manager.wait_until_finished()
-    what = "a reward failed on another process, whose log says which"
-    return failure or RewardFailed(what, where=f"step {step + 1}", hint="repair the function; the run resumes")
-
-
-def _tell(trainer: Trainer, step: int, rollout: Rollout) -> None:
+def _tell(trainer: Trainer, attempt: RunAttempt, step: int, rollout: Rollout) -> None:
     """Keep the completions of a step where they are wanted, and show a few of them in every line of metrics."""
     config, processes = trainer.config, trainer.processes
     if config.log_completions:
-        rollout.write(config.run_folder, step, processes.process_index)
+        trainer.rollouts.write(rollout, step, attempt.manager)
     if (step + 1) % config.logging_steps == 0 and processes.is_main_process:
         for line in rollout.lines():
             logger.info(line)

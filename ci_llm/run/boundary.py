@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ci_llm.errors import RewardFailed
 from ci_llm.run.attempt import RunAttempt
 from ci_llm.run.report import call_event
 from ci_llm.run.step import evaluator as judging
@@ -36,11 +37,28 @@ def save(trainer: Trainer, attempt: RunAttempt) -> None:
     call_event(trainer, attempt, "on_save")
 
 
+def save_before_error(trainer: Trainer, attempt: RunAttempt) -> None:
+    """Save where the run stands, unless that is done, before an error that ends it on all processes. A collective."""
+    manager, step = attempt.manager, trainer.state.step
+    manager.wait_until_finished()
+    if step and trainer.processes.broadcast_object(manager.latest_step()) != step:
+        save(trainer, attempt)
+        manager.wait_until_finished()
+
+
 def evaluate(trainer: Trainer, attempt: RunAttempt) -> str | None:
-    """Score agents and crowd in the middle of a run; returns the reason of a stop that was asked for meanwhile."""
+    """Score agents and crowd in the middle of a run; returns the reason of a stop that was asked for meanwhile.
+
+    Raises:
+        RewardFailed: on every process, when a function could not reward answers; the present step is saved.
+    """
     evaluator, step = trainer.evaluator, trainer.state.step
     with attempt.metrics.paused():
-        scores = evaluator.scores(step, trainer.micro_batch_size)
+        try:
+            scores = evaluator.scores(step, trainer.micro_batch_size)
+        except RewardFailed:
+            save_before_error(trainer, attempt)
+            raise
     if scores is not None:
         metrics = judging.evaluation_metrics(scores, trainer.state.names)
         attempt.log.metrics(step, metrics)

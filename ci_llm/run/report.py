@@ -40,18 +40,20 @@ def report(trainer: Trainer, attempt: RunAttempt, verdict: Verdict, findings: Fi
     attempt.log.progress(position(trainer, [] if findings.bad_batch else losses))
     attempt.log.report_save(attempt.manager.last_result)
     if not findings.bad_batch:  # else nothing was trained on
-        attempt.learning.count(losses)
         totals = (*sums.losses, sums.diversity)
         metrics.add((*sums.targets, verdict.num_targets), totals, norms, findings.left_out)
         measured = of_metrics(trainer.objective, sums.metrics)
         metrics.add_named(trainer.objective.metric_names, measured, findings.left_out)
         if isinstance(trainer.objective, GrpoObjective):
             trainer.rollouts.watch.look(trainer.objective.sums, sums.metrics, step)
+        else:
+            attempt.learning.count(losses)
     if step % trainer.config.logging_steps and step != trainer.total_steps:
         return
-    if not findings.bad_batch:
-        attempt.learning.look(norms.tolist())
-    attempt.learning.report(attempt.status, trainer.present_config.learning_rates)
+    if not isinstance(trainer.objective, GrpoObjective):  # whose loss is near 0 whatever is learned
+        if not findings.bad_batch:
+            attempt.learning.look(norms.tolist())
+        attempt.learning.report(attempt.status, trainer.present_config.learning_rates)
     line = _rates_and_epochs(trainer) | metrics.means() | recovery_metrics(state, trainer.config.batch_size)
     line |= memory_in_use(trainer.crowd.device) | metrics.speed() | attempt.mirror.metrics()
     attempt.log.metrics(step, line)

@@ -239,11 +239,11 @@ def test_a_ballot_is_a_sum_of_votes() -> None:
     ballots = [
         Ballot(3, nonfinite=(False, True), sums=(1.0,)),
         Ballot(4, nonfinite=torch.tensor([False, True]), sums=torch.tensor([2.5]), save=True),
-        Ballot(0, nonfinite=(False, False), sums=(0.0,), out_of_memory=True),
+        Ballot(0, nonfinite=(False, False), sums=(0.0,), out_of_memory=True, failed=True),
     ]
     votes = sum((encode(ballot) for ballot in ballots), torch.zeros(()))
     assert votes.dtype == torch.float64
-    assert decode(votes, 2, []) == Verdict(7, (False, True), (3.5,), True, None, True)
+    assert decode(votes, 2, []) == Verdict(7, (False, True), (3.5,), True, None, True, failed=True)
     assert decode(votes, 2, [None, "walltime", "signal:SIGTERM"]).stop == "walltime"
 
 

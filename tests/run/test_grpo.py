@@ -6,10 +6,13 @@ import asyncio
 import itertools
 import json
 import math
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
@@ -20,6 +23,7 @@ from torch import Tensor
 import ci_llm
 from ci_llm.base.load import load_base
 from ci_llm.config import Config
+from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.drawing import Asked, Drawer
@@ -29,14 +33,17 @@ from ci_llm.data.prompts import Prompter
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.embedded import BASE_FOLDER, rows
-from ci_llm.errors import ConfigError, RewardFailed
+from ci_llm.errors import ConfigError, DataError, RewardFailed
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import objective_of
 from ci_llm.objectives.grpo import advantages, spread, total_rewards
 from ci_llm.objectives.grpo.metrics import Sums, Watch
 from ci_llm.objectives.grpo.rewards import Reward, judged, require_answers, rewards_of
-from ci_llm.run.step.rollout import Group, Rollout
+from ci_llm.run.step.rollout import Group, Rollout, Rollouts
 from tests.crowd.test_preferences import gradients_of, load
+from tools.testbed.forkserver import ForkServer
+from tools.testbed.trials import train_watched
+from tools.testbed.worlds import arguments
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -418,6 +425,77 @@ def test_a_function_of_weight_0_is_only_measured() -> None:
     assert total_rewards(rewards, (2.0, 1.0)).tolist()[:2] == [7.0, 5.0]
 
 
+def test_rows_to_evaluate_on_without_an_answer_are_refused_before_the_run(tmp_path: Path) -> None:
+    for name, row in (("train", {"prompt": "2+2?", "answer": "4"}), ("eval", {"prompt": "3+3?"})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    files = {"dataset_name": str(tmp_path / "train.jsonl"), "eval_dataset_name": str(tmp_path / "eval.jsonl")}
+    with pytest.raises(DataError, match="no column holds it: prompt") as refused:
+        ci_llm.train({"objective": "grpo", "rewards": "exact_match", **files}, output_dir=tmp_path / "run")
+    assert "eval.jsonl" in str(refused.value.where)
+
+
+def test_completions_of_a_step_are_one_file_with_numbers_and_a_full_disk_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    crowd = crowd_of()
+    groups = groups_of(crowd, 0, 2)
+    groups[0].rewards[:] = torch.nan
+    each = [compared(groups[:1], "group"), []]
+    named = tuple(Reward(name, lambda **_: []) for name in ("first", "second"))
+    rollout = Rollout(GrpoObjective(grpo(), crowd, named), each)
+    here: Any = SimpleNamespace(gather_object=lambda mine: [mine, mine], is_main_process=True)
+    rollouts, held = Rollouts(drawer(crowd), here, 42), iter([True, False, True, True])
+    manager: Any = SimpleNamespace(directory=tmp_path, staging=tmp_path, holds_lease=lambda: next(held))
+    rollouts.write(rollout, 0, manager)
+    [file] = (tmp_path / "completions").iterdir()
+    table = pq.read_table(file)
+    assert table.num_rows == 2 * G
+    assert {str(table.schema.field(name).type) for name in ("first", "second", "advantage")} == {"double"}
+    file.unlink()
+    rollouts.write(rollout, 0, manager)
+    assert not file.exists(), "another attempt writes here"
+    file.parent.rmdir()
+    file.parent.write_text("no folder")
+    for step in range(2):
+        rollouts.write(rollout, step, manager)
+    assert len([record for record in caplog.records if "are not written" in record.message]) == 1
+
+
+THIRD: Final = {"call": 0}
+
+
+def third_call(completions: Sequence[str], **_: Any) -> list[float]:
+    """In the third call the first process is asked to stop, and the second one fails."""
+    THIRD["call"] += 1
+    if THIRD["call"] == 3:
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("the judge is away")
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [float(len(text)) for text in completions]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("eval_steps", ["null", 1], ids=["step", "evaluation"])
+def test_a_reward_that_fails_on_one_process_ends_all_though_another_is_asked_to_stop(
+    eval_steps: object, server: ForkServer, tmp_path: Path
+) -> None:
+    """After the first step, of two calls: in the second step, or in the evaluation between them."""
+    keys = {
+        "objective": "grpo", "rewards": "tests.run.test_grpo:third_call", "num_generations": 2,
+        "max_completion_length": 4, "temperature": 3.0, "max_train_samples": 8, "max_train_steps": 3, "batch_size": 1,
+        "global_batch_size": 2, "eval_samples": 2, "eval_steps": eval_steps,
+    }  # fmt: skip
+    log = tmp_path / "log"
+    codes = server.run(train_watched, log, ranks=2, folder=str(tmp_path), arguments=arguments(**keys), fate=None)
+    assert codes == [1, 1], log.read_text()
+    status = read_status(tmp_path / "run")
+    assert (status.status, status.reason, status.step) == ("failed", "reward", 1), log.read_text()
+    assert (tmp_path / "run/checkpoint_step_1").is_dir()
+    failures = read_failures(tmp_path / "run", 1)
+    assert {failure.reason for failure in failures} == {"reward"}
+    assert len(failures) == 2
+
+
 CALLS: Final = {"count": 0, "fails_at": 0}
 
 
@@ -453,5 +531,7 @@ def test_a_run_whose_reward_fails_saves_its_last_step_and_resumes_to_the_same_bi
         assert files[0].read_bytes() == files[1].read_bytes()
     tables = [pq.read_table(folder / "completions").to_pylist() for folder in (whole, broken)]
     assert tables[0] == tables[1]
+    status = read_status(whole)
+    assert (status.warning, status.first_loss) == (None, None), "a loss of this objective tells nothing"
     assert len(tables[0]) == 3 * 2 * 2 * 2
     assert {"step", "agent", "prompt", "completion", "brittle", "advantage"} <= {*tables[0][0]}

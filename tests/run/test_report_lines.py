@@ -43,18 +43,19 @@ def test_the_log_warns_where_something_is_chosen_by_test_rows(
     )
 
 
-@pytest.mark.parametrize("asked", [{"stop": "signal:SIGTERM"}, {"out_of_memory": True}])
+@pytest.mark.parametrize("asked", [{"stop": "signal:SIGTERM"}, {"out_of_memory": True}, {"failed": True}])
 def test_all_leave_an_evaluation_whose_last_batches_were_asked_for_early(asked: dict[str, Any]) -> None:
     """Texts are written side by side: every prompt is taken before the first answer is done."""
     wanted: dict[str, Any] = {}
     vote: Any = SimpleNamespace(
         processes=SimpleNamespace(process_index=0, num_processes=1),
-        vote=lambda *, out_of_memory: SimpleNamespace(
-            stop=wanted.get("stop"), out_of_memory=out_of_memory or wanted.get("out_of_memory", False)
+        vote=lambda *, out_of_memory=False, failed=False: SimpleNamespace(
+            stop=wanted.get("stop"), out_of_memory=out_of_memory, failed=failed
         ),
     )
     rounds = Rounds(vote, count=5, batch_size=2)
     assert [len(batch) for batch in rounds.batches] == [2, 2, 1]
     wanted |= asked
-    rounds.end(out_of_memory="out_of_memory" in asked)
-    assert (rounds.stop, rounds.out_of_memory) == (asked.get("stop"), asked.get("out_of_memory", False))
+    rounds.end(out_of_memory="out_of_memory" in asked, failed="failed" in asked)
+    found = {"stop": rounds.stop, "out_of_memory": rounds.out_of_memory, "failed": rounds.failed}
+    assert {name: value for name, value in found.items() if value} == asked

@@ -80,3 +80,13 @@ def test_a_checkpoint_between_two_lines_holds_the_metrics_of_an_objective() -> N
     for each in (metrics, loaded):
         each.add_named(NAMED, [(0.0, 1.0, -2.0, 2.0), (1.0, 1.0, 9.0, 1.0)])
     assert loaded.means() == metrics.means()
+
+
+def test_a_resume_that_names_other_metrics_goes_on() -> None:
+    metrics = after(*STEPS[:1])
+    metrics.add_named(("rewards/length/mean",), [(6.0, 2.0), (4.0, 2.0)])
+    loaded = StepMetrics(["agent0", "agent1"], CPU)
+    loaded.load(json.loads(json.dumps(copy_info(metrics.record()))))
+    loaded.add_named(("rewards/regex/mean",), [(1.0, 2.0), (3.0, 2.0)])
+    means = loaded.means()
+    assert (means["train/agent0/rewards/length/mean"], means["train/agent1/rewards/regex/mean"]) == (3.0, 1.5)

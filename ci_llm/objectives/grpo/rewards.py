@@ -230,6 +230,12 @@ def _shown(given: Given, at: int) -> str:
     return f", completion {at}: {text_of(given['completions'][at])[:_SHOWN]!r}"
 
 
+def failed_elsewhere(where: str) -> RewardFailed:
+    """The error of the processes whose own rewards did not fail."""
+    what = "a reward failed on another process, whose log says which"
+    return RewardFailed(what, where=where, hint="repair the function, and call the same again: the run resumes")
+
+
 def _failed(reward: Reward, error: Exception, completion: str, where: str) -> RewardFailed:
     return RewardFailed(
         f"reward {reward.name} failed: {type(error).__name__}: {first_line(error)}",

@@ -122,7 +122,7 @@ def load(config: Config, processes: Processes, before: Config | None = None, giv
                 require_class(base.model)
             elif measured_as(config) == "grpo":
                 functions = rewards_of(config.rewards or (), config.answer_column, 1)
-                for own in found:
+                for own in (*found, *asked):
                     require_answers(functions, own.column_sets, config.answer_column, own.where)
                 settled |= completion_length(config, rows, positions_of(shape))
             elif config.objective != SFT:

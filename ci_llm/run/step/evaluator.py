@@ -38,8 +38,9 @@ from ci_llm.data.order import share
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import CheckpointError
+from ci_llm.errors import CheckpointError, RewardFailed
 from ci_llm.interrupts import Interrupts
+from ci_llm.objectives.grpo.rewards import failed_elsewhere
 from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.state import TrainState, Validation
@@ -58,11 +59,11 @@ class StopVote:
         self.processes = processes
         self._interrupts, self._heartbeat = interrupts, heartbeat
 
-    def vote(self, *, out_of_memory: bool = False) -> Verdict:
+    def vote(self, *, out_of_memory: bool = False, failed: bool = False) -> Verdict:
         """The verdict of all processes. A collective."""
         self._heartbeat.tick()
-        ballot = Ballot(num_targets=0, stop=self._interrupts.stop_reason, out_of_memory=out_of_memory)
-        return self.processes.agree(ballot)
+        reason = self._interrupts.stop_reason
+        return self.processes.agree(Ballot(0, stop=reason, out_of_memory=out_of_memory, failed=failed))
 
     def reason(self) -> str | None:
         """The reason to stop that any process has received; None if there is none. A collective."""
@@ -87,15 +88,16 @@ class Rounds:
         batches: this process's share.
         stop: the reason for which all processes have left; None if they have stayed.
         out_of_memory: whether all processes have left because a batch did not fit.
+        failed: whether all processes have left because of an error.
     """
 
     def __init__(
         self, vote: StopVote, count: int, batch_size: int, report: Callable[[int], None] = lambda _: None
     ) -> None:
-        self._vote, self._failed, self._report = vote, False, report
+        self._vote, self._here, self._report = vote, dict[str, bool](), report
         self._count, self._per_round = count, batch_size * vote.processes.num_processes
         self.stop: str | None = None
-        self.out_of_memory = False
+        self.out_of_memory = self.failed = False
         index, num_processes = vote.processes.process_index, vote.processes.num_processes
         own = share(range(count), index, num_processes, batch_size)
         longest = share(range(count), 0, num_processes, batch_size)
@@ -110,21 +112,25 @@ class Rounds:
                 yield own[number]
 
     def _all_leave(self) -> bool:
-        """Vote: whether one process stops or its memory ran out."""
-        verdict = self._vote.vote(out_of_memory=self._failed)
-        self.stop, self.out_of_memory = verdict.stop, verdict.out_of_memory
-        return self.stop is not None or self.out_of_memory
+        """Vote: whether one process stops, its memory ran out, or it had an error."""
+        verdict = self._vote.vote(**self._here)
+        self.stop, self.out_of_memory, self.failed = verdict.stop, verdict.out_of_memory, verdict.failed
+        return self._have_left
+
+    @property
+    def _have_left(self) -> bool:
+        return self.stop is not None or self.out_of_memory or self.failed
 
     def stop_requested_here(self) -> bool:
         """Whether this process was asked to stop, or all are about to leave: it may leave its texts unfinished."""
-        return self.stop is not None or self.out_of_memory or self._vote.requested_here()
+        return self._have_left or self._vote.requested_here()
 
-    def end(self, *, out_of_memory: bool) -> None:
+    def end(self, *, out_of_memory: bool, failed: bool = False) -> None:
         """Vote in the rounds that are left, without computing their batches, and once more if all have stayed."""
-        self._failed = out_of_memory
+        self._here = {"out_of_memory": out_of_memory, "failed": failed}
         for _ in self.batches:
             pass
-        if self.stop is None and not self.out_of_memory:
+        if not self._have_left:
             self._all_leave()
 
 
@@ -398,6 +404,9 @@ class Evaluator:
         """The results of `work` on every process; repeated in smaller batches where memory ran out. None at a stop.
 
         Plain kernels compute them: scores and answers are those of the saved crowd, to the last digit.
+
+        Raises:
+            RewardFailed: on every process.
         """
         processes = self.vote.processes
         size = min(batch_size, -(-count // processes.num_processes), self.at_most or batch_size)
@@ -405,9 +414,15 @@ class Evaluator:
             self.note(phase="evaluation", evaluation_batch_size=size)
             with working(what, count, "rows") as shown:
                 rounds = Rounds(self.vote, count, size, shown.advance_to)
-                with processes.autocast(), self._crowd.plain():
-                    own, complaint = unless_out_of_memory(partial(work, rounds))
-                rounds.end(out_of_memory=complaint is not None)
+                own, complaint, failure = None, None, None
+                try:
+                    with processes.autocast(), self._crowd.plain():
+                        own, complaint = unless_out_of_memory(partial(work, rounds))
+                except RewardFailed as error:  # the others learn it by the next vote
+                    failure = error
+                rounds.end(out_of_memory=complaint is not None, failed=failure is not None)
+            if rounds.failed:
+                raise failure or failed_elsewhere(f"evaluation after step {step}")
             if rounds.stop is not None or not rounds.out_of_memory:
                 break
             self.at_most = size = self._memory.smaller_batch(step, size, complaint)

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -24,6 +23,7 @@ import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.determinism import seed_everything
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_folder import COMPLETIONS
@@ -114,11 +114,11 @@ class Rollout:
             counted=counted,
         )
 
-    def write(self, folder: Path, step: int, process: int) -> None:
-        """Write all completions of the step into a file of their own, in TRL's form; a repeated step replaces it."""
-        rows = [
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """All completions with what is known of each, in TRL's form."""
+        return [
             {
-                "step": step + 1,
                 "agent": self.policy.crowd.agents[group.asked.agent].name,
                 "row": group.asked.row,
                 "prompt": self._prompter.text(group.asked.prompt),
@@ -130,11 +130,14 @@ class Rollout:
             for group in self._all
             for n, text in enumerate(group.texts)
         ]
-        if rows:
-            file = io.BytesIO()
-            pq.write_table(pa.Table.from_pylist(rows), file)
-            make_folders(folder / COMPLETIONS)
-            write_bytes(folder / COMPLETIONS / f"completions_{step + 1:05}_{process}.parquet", file.getvalue())
+
+    @property
+    def schema(self) -> Any:
+        """The columns of a file of completions: a reward that gave nothing is still a number."""
+        numbers = [*(reward.name for reward in self.policy.rewards), "advantage"]
+        columns = [("step", pa.int64()), ("agent", pa.string()), ("row", pa.int64())]
+        columns += [("prompt", pa.string()), ("completion", pa.string()), *((name, pa.float64()) for name in numbers)]
+        return pa.schema([*columns, ("cut", pa.bool_())])
 
     def lines(self, count: int = 2) -> Iterator[str]:
         """A few completions of a prompt with their rewards, for people."""
@@ -173,12 +176,16 @@ class Rollouts:
     Args:
         drawer: draws them.
         seed: keys what a reward draws from the global generators.
+
+    Attributes:
+        disk_refuses: whether the log has said that completions are not written.
     """
 
     drawer: Drawer
     processes: Processes
     seed: int
     watch: Watch = field(default_factory=Watch)
+    disk_refuses: bool = False
 
     def of_step(
         self, policy: GrpoObjective, step: int, micro_batches: Sequence[MicroBatch], courses: Courses
@@ -211,6 +218,24 @@ class Rollouts:
             [self._sums(policy, own, deviation) for own, deviation in zip(groups, of_batch, strict=True)]
         )
         return Rollout(replace(policy, of_step=sums, failed=failed), groups, failure)
+
+    def write(self, rollout: Rollout, step: int, manager: CheckpointManager) -> None:
+        """Write the completions of all processes into the file of the step; a repeated step replaces it. A collective.
+
+        A disk that refuses is a warning, once: the training needs none of these files.
+        """
+        rows = [row for own in self.processes.gather_object(rollout.records) for row in own]
+        if not (rows and self.processes.is_main_process and manager.holds_lease()):
+            return
+        file, folder = io.BytesIO(), manager.directory / COMPLETIONS
+        pq.write_table(pa.Table.from_pylist([{"step": step + 1, **row} for row in rows], rollout.schema), file)
+        try:
+            make_folders(folder)
+            write_bytes(folder / f"completions_{step + 1:05}.parquet", file.getvalue(), staging=manager.staging)
+        except OSError as error:
+            if not self.disk_refuses:
+                logger.warning(f"the completions of step {step + 1} are not written: {error}")
+            self.disk_refuses = True
 
     def _judged(self, policy: GrpoObjective, step: int, one: Asked, course: Course, requests: Sequence[Any]) -> Group:
         prompter, objective = policy.crowd.prompter, policy.objective

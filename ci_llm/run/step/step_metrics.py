@@ -97,9 +97,10 @@ class StepMetrics:
         """Add the metrics of the objective in the same step; arguments as in `StepSums.metrics` and `add`."""
         for k, (name, numbers) in enumerate(zip(self._names, sums, strict=False)):
             if k not in left_out:
-                own = self._named.setdefault(name, {metric: [0.0, 0.0] for metric in metrics})
+                own = self._named.setdefault(name, {})
                 for metric, total, count in zip(metrics, numbers[::2], numbers[1::2], strict=True):
-                    own[metric] = [own[metric][0] + total, own[metric][1] + count]
+                    before = own.get(metric, [0.0, 0.0])  # a resume may name other rewards than the checkpoint
+                    own[metric] = [before[0] + total, before[1] + count]
 
     def means(self) -> dict[str, float]:
         """The means by the names of metrics.jsonl; empty without a step that was trained on."""
