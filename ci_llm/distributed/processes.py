@@ -1,10 +1,11 @@
 """The processes of a run: how they meet, their `Accelerator`, and every collective of the training.
 
 One optimizer step has two collectives, both by Accelerate. Every process first casts a ballot (`agree`), before it
-enters any other collective. If no ballot objects, the processes add up the flat gradient (`reduce_flat_`). The ballot
-goes over gloo on every machine, because gloo reports a dead peer within milliseconds, while a kernel on a GPU would
-wait for it. The processes meet at one address, once, and join a new group for every run. Only this file makes an
-`Accelerator`: after the precision of the run is settled, because Accelerate fixes it in the constructor.
+enters any other collective. If no ballot objects, the processes add up the flat gradient (`reduce_flat_`). Agents that
+draw completions have a vote of their own before it. The ballot goes over gloo on every machine, because gloo reports a
+dead peer within milliseconds, while a kernel on a GPU would wait for it. The processes meet at one address, once, and
+join a new group for every run. Only this file makes an `Accelerator`: after the precision of the run is settled,
+because Accelerate fixes it in the constructor.
 """
 
 from __future__ import annotations
