@@ -81,7 +81,10 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         if options.program:
             sys.argv = options.program
-            runpy.run_path(options.program[0], run_name="__main__")
+            try:
+                runpy.run_path(options.program[0], run_name="__main__")
+            except SystemExit as end:  # which would end a process of its own, and not a fork
+                return end.code if isinstance(end.code, int) else int(end.code is not None)
             return 0
         return _commands(options.words)
     finally:
