@@ -61,6 +61,7 @@ def assert_one_world_of_two(folder: Path, launcher: str) -> None:
         "nonfinite": [False, False],
         "sums": [],
         "out_of_memory": False,
+        "failed": False,
         "stop": None,
         "save": False,
         "request": False,
