@@ -169,7 +169,7 @@ def test_an_option_without_effect_is_not_a_key_and_is_answered_once_with_the_rea
         assert config.notices() == [f"{name} has no effect: {NO_EFFECT[name]}"]
         assert (changed(config), config.dump()) == ({}, Config().dump())
     assert name not in {*given.model_dump(), *(key for keys in groups().values() for key in keys)}
-        assert f"\n{name}:" not in given.dump()
+    assert f"\n{name}:" not in given.dump()
 
 
 def test_every_option_without_effect_is_asked_for_here() -> None:
