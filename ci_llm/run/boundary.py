@@ -23,8 +23,10 @@ def contents_of(
     Args:
         generators: see `RunCheckpoint.contents`.
     """
-    contents = trainer.contents(attempt.log.tracker_state(), generators)
-    return contents, trainer.info | attempt.metrics.record()
+    state, checkpoint = trainer.state, trainer.checkpoint
+    rate = trainer.last_learning_rate if state.step else trainer.learning_rate(0)
+    contents = checkpoint.contents(state, rate, attempt.log.tracker_state(), generators)
+    return contents, checkpoint.info(state, trainer.courses.epoch(state.step)) | attempt.metrics.record()
 
 
 def save(trainer: Trainer, attempt: RunAttempt) -> None:

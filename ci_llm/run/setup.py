@@ -156,7 +156,7 @@ def assemble(
         memory=memory,
         evaluator=evaluator,
         heartbeat=heartbeat,
-        rollouts=Rollouts(Drawer(crowd, heartbeat.tick), processes, config.seed),
+        rollouts=Rollouts(Drawer(crowd, heartbeat.tick), processes),
     )
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -103,16 +103,6 @@ class Trainer:
             scale,
             self.heartbeat.tick,
         )
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """The position of the run, for the manifest of a checkpoint."""
-        return self.checkpoint.info(self.state, self.courses.epoch(self.state.step))
-
-    def contents(self, trackers: Mapping[str, str], generators: Sequence[dict[str, Any] | None] = ()) -> dict[str, Any]:
-        """The contents of a checkpoint of the present step; for the arguments see `RunCheckpoint.contents`."""
-        rate = self.last_learning_rate if self.state.step else self.learning_rate(0)
-        return self.checkpoint.contents(self.state, rate, trackers, generators)
 
     def rate_of(self, agent: Agent, step: int) -> float:
         """The learning rate of an agent at a 0-based step: that of its schedule, less what faults have cut."""

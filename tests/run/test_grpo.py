@@ -444,7 +444,7 @@ def test_completions_of_a_step_are_one_file_with_numbers_and_a_full_disk_is_told
     named = tuple(Reward(name, lambda **_: []) for name in ("first", "second"))
     rollout = Rollout(GrpoObjective(grpo(), crowd, named), each)
     here: Any = SimpleNamespace(gather_object=lambda mine: [mine, mine], is_main_process=True)
-    rollouts, held = Rollouts(drawer(crowd), here, 42), iter([True, False, True, True])
+    rollouts, held = Rollouts(drawer(crowd), here), iter([True, False, True, True])
     manager: Any = SimpleNamespace(directory=tmp_path, staging=tmp_path, holds_lease=lambda: next(held))
     rollouts.write(rollout, 0, manager)
     [file] = (tmp_path / "completions").iterdir()

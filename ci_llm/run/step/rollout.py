@@ -19,7 +19,6 @@ from itertools import zip_longest
 from typing import Any, Final
 
 import pyarrow as pa  # type: ignore[import-untyped]
-import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
@@ -175,7 +174,6 @@ class Rollouts:
 
     Args:
         drawer: draws them.
-        seed: keys what a reward draws from the global generators.
 
     Attributes:
         disk_refuses: whether the log has said that completions are not written.
@@ -183,7 +181,6 @@ class Rollouts:
 
     drawer: Drawer
     processes: Processes
-    seed: int
     watch: Watch = field(default_factory=Watch)
     disk_refuses: bool = False
 
@@ -224,6 +221,8 @@ class Rollouts:
 
         A disk that refuses is a warning, once: the training needs none of these files.
         """
+        import pyarrow.parquet as pq  # type: ignore[import-untyped]  # no other run needs it
+
         rows = [row for own in self.processes.gather_object(rollout.records) for row in own]
         if not (rows and self.processes.is_main_process and manager.holds_lease()):
             return
