@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ci_llm.config import Config
 from ci_llm.crowd.decoding import Decoding, Request, TokenIds, ends_of_base, generate_key
 from ci_llm.crowd.drawing import write
 from ci_llm.crowd.generation import Wanted, elect, final_answers, requests_of
@@ -92,7 +93,7 @@ class Rewarded(Judged):
 
     @property
     def outcome(self) -> tuple[Tensor, Tensor]:
-        """Whether a greedy answer has a reward of 1, and minus that reward."""
+        """True where a greedy answer has a reward of 1; and minus that reward."""
         greedy = self.everyone[..., 0]
         return greedy >= 1, -greedy
 
@@ -115,6 +116,13 @@ class RewardScorer:
     aggregator: str
     longest: int
     seed: int
+
+    @classmethod
+    def of(cls, config: Config, objective: Grpo, rewards: Sequence[Reward]) -> RewardScorer:
+        """The scorer of a run with this configuration."""
+        longest = config.max_new_tokens_eval
+        longest = config.max_completion_length if longest == "auto" else longest
+        return cls(objective, rewards, config.aggregator, longest, config.seed)
 
     def scores(
         self,

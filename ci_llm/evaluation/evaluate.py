@@ -206,12 +206,11 @@ def _score(job: loading.Job, progress: Progress) -> tuple[scoring.Scores, scorin
 def _rewarded(job: loading.Job, progress: Progress) -> tuple[scoring.Scores, scoring.Scores]:
     """The rewards of agents and crowd, and of the base alone."""
     config, total = job.config, len(job.tokenized)
-    longest = config.max_completion_length if config.max_new_tokens_eval == "auto" else config.max_new_tokens_eval
     objective = objective_of(config.objective, _each_config(job), job.crowd.device)
     assert isinstance(objective, Grpo)
     rewards = rewards_of(config.rewards or (), config.answer_column, config.max_completion_length)
     require_answers(rewards, job.tokenized.rows.column_sets, config.answer_column, job.tokenized.rows.where)
-    scorer = RewardScorer(objective, rewards, config.aggregator, longest, config.seed)
+    scorer = RewardScorer.of(config, objective, rewards)
 
     def batches(phase: Phase) -> Iterator[list[int]]:
         for part in share(range(total), 0, 1, job.batch_size):

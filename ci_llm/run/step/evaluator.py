@@ -267,9 +267,7 @@ class Evaluator:
         return None if found is None else Scores.joined(found)
 
     def _rewarded(self, policy: GrpoObjective, rows: TokenizedRows, step: int, micro_batch_size: int) -> Scores | None:
-        config = self._config
-        longest = config.max_completion_length if config.max_new_tokens_eval == "auto" else config.max_new_tokens_eval
-        scorer = RewardScorer(policy.objective, policy.rewards, config.aggregator, longest, config.seed)
+        scorer = RewardScorer.of(self._config, policy.objective, policy.rewards)
 
         def work(rounds: Rounds) -> Scores | None:
             return scorer.scores(self._crowd, rows, rounds.batches, rounds.stop_requested_here)
@@ -279,7 +277,7 @@ class Evaluator:
 
     @property
     def _writes_no_answers(self) -> bool:
-        """Whether answers are scored by heads or rewards alone."""
+        """True if heads or rewards alone judge: there are no answers of their own to score."""
         return bool(self._crowd.settings.outputs) or isinstance(self.objective, GrpoObjective)
 
     def answers(self, step: int, micro_batch_size: int) -> AnswerScores | None:
