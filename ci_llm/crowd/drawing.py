@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ci_llm.core.memory import unless_out_of_memory
@@ -83,21 +83,24 @@ class Drawer:
         return False
 
     def _requests(self, one: Asked, objective: Grpo, step: int) -> list[Request]:
-        crowd, (_, temperature) = self.crowd, objective.of_agent(one.agent)
+        crowd, own = self.crowd, self.crowd.agents[one.agent].settings
         assert crowd.prompter is not None
-        own = crowd.agents[one.agent].settings
-        how = Decoding(
-            max_new_tokens=objective.max_completion_length,
-            ends=crowd.prompter.ends | ends_of_base(crowd.model),
-            do_sample=True,
-            temperature=temperature,
-            top_p=objective.top_p,
-            top_k=objective.top_k or None,
-            min_p=objective.min_p or 0.0,
-            seed=own.seed,
-        )
+        ends = crowd.prompter.ends | ends_of_base(crowd.model)
+        how = as_drawn(Decoding(objective.max_completion_length, ends, seed=own.seed), objective, one.agent)
         numbers = range(objective.num_generations)
         return [Request(one.prompt, how, one.agent, ("grpo", own.index, step, one.row, n)) for n in numbers]
+
+
+def as_drawn(how: Decoding, objective: Grpo, agent: int) -> Decoding:
+    """These options, with tokens drawn as the agent draws them while it trains."""
+    return replace(
+        how,
+        do_sample=True,
+        temperature=objective.of_agent(agent)[1],
+        top_p=objective.top_p,
+        top_k=objective.top_k or None,
+        min_p=objective.min_p or 0.0,
+    )
 
 
 def write(crowd: CrowdModel, requests: Iterable[Request], most: int, stop: Callable[[], bool] = lambda: False) -> None:

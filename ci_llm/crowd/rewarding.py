@@ -9,7 +9,7 @@ Legend: K agents, U prompts, G completions of a prompt, F rewards; index K stand
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ci_llm.config import Config
 from ci_llm.crowd.decoding import Decoding, Request, TokenIds, ends_of_base, generate_key
-from ci_llm.crowd.drawing import write
+from ci_llm.crowd.drawing import as_drawn, write
 from ci_llm.crowd.generation import Wanted, elect, final_answers, requests_of
 from ci_llm.crowd.judging import Judged
 from ci_llm.crowd.model import CrowdModel
@@ -178,15 +178,7 @@ class RewardScorer:
         assert crowd.prompter is not None
         ends = crowd.prompter.ends | ends_of_base(crowd.model)
         greedy = Decoding(self.longest, ends, self.aggregator, seed=self.seed)
-        drawn = replace(
-            greedy,
-            do_sample=True,
-            temperature=self.objective.of_agent(agent)[1],
-            top_p=self.objective.top_p,
-            top_k=self.objective.top_k or None,
-            min_p=self.objective.min_p or 0.0,
-        )
-        return greedy, drawn
+        return greedy, as_drawn(greedy, self.objective, agent)
 
     def _answer(self, crowd: CrowdModel, prompt: TokenIds, requests: Sequence[Request]) -> TokenIds | None:
         """The one text, or the one that wins, with its end; None if the numbers of all writers are not finite."""
