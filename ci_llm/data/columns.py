@@ -70,16 +70,14 @@ def _chat(messages: tuple[Message, ...], trained_from: int = 0, tools: tuple[Any
     return None
 
 
-def _system(row: RawRow) -> tuple[Message, ...]:
+def _after_system(row: RawRow, turns: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Turns after the system text that stands beside them; unless there are none, or they begin with a system turn."""
     text = text_of(row.get("system"))
-    return (Message("system", text),) if text.strip() else ()
+    return (Message("system", text), *turns) if turns and turns[0].role != "system" and text.strip() else turns
 
 
 def _read_messages(row: RawRow) -> Row | None:
-    messages = messages_of(row["messages"])
-    if not messages or messages[0].role != "system":
-        messages = (*_system(row), *messages)
-    return _chat(messages, tools=tools_of(row.get("tools")))
+    return _chat(_after_system(row, messages_of(row["messages"])), tools=tools_of(row.get("tools")))
 
 
 def _read_completion(row: RawRow) -> Row | None:
@@ -122,7 +120,7 @@ def _asked(row: RawRow) -> tuple[Message, ...]:
     else:
         asked = "\n\n".join(filter(None, map(text_of, (row.get("context"), prompt, row.get("input")))))
         turns = (*_history(row.get("history")), Message("user", asked)) if asked.strip() else ()
-    return turns if not turns or turns[0].role == "system" else (*_system(row), *turns)
+    return _after_system(row, turns)
 
 
 def _opened(row: RawRow) -> RawRow:
@@ -171,8 +169,9 @@ def _read_preference(row: RawRow) -> Row | None:
     else:
         differ = [first != second for first, second in zip(*said, strict=False)]
         begin = differ.index(True) if True in differ else len(differ)
-    system = () if said[0][0].role == "system" else _system(row)
-    better, worse = (_chat((*system, *each), len(system) + begin, tools_of(row.get("tools"))) for each in said)
+    whole = [_after_system(row, each) for each in said]
+    begin += len(whole[0]) - len(said[0])
+    better, worse = (_chat(each, begin, tools_of(row.get("tools"))) for each in whole)
     return Pair(better, worse, _margin(row)) if better and worse else None
 
 
@@ -226,7 +225,7 @@ def _read_prompted(row: RawRow) -> Row | None:
         turns = messages_of(row["messages"])
         while turns and turns[-1].role == "assistant":
             turns = turns[:-1]
-        turns = turns if not turns or turns[0].role == "system" else (*_system(row), *turns)
+        turns = _after_system(row, turns)
     elif "text" in row and _is_text({**row, "prompt": row["text"]}):
         text = text_of(row["text"])
         return Prompted(Completion(None, text)) if text.strip() else None
@@ -385,6 +384,13 @@ _PROMPTED: Final = (
 _NAMED_TEXT: Final = _Dialect(_read_text, "text")
 _NAMED_PAIR: Final = _Dialect(_read_pair, f"prompt=PROMPTS answer=ANSWERS history? {_CHAT}")
 
+#: What agents are asked, in rows that may have no answer; a text goes on.
+_ASKED: Final = (
+    _Dialect(_read_prompted, f"messages=MESSAGES {_CHAT}", "prompts"),
+    _Dialect(_read_prompted, f"prompt=prompt|question|instruction {_PARTS}", "prompts"),
+    _Dialect(_read_prompted, "text=TEXTS", "prompts"),
+    _Dialect(_read_prompted, f"prompt=PROMPTS {_PARTS}", "prompts"),
+)
 #: What is scored: a text or messages, or a prompt and its answer.
 _SCORED: Final = (
     _Dialect(_read_text, "text=text|sentence|messages"),
@@ -429,6 +435,11 @@ _WANTED: Final = (
 )
 
 
+def _first(dialects: Sequence[_Dialect], columns: Sequence[str], known: Names = _ALL_FOUND, **how: Any) -> Form | None:
+    """The first form whose columns are all there; see `_Dialect.found_in`."""
+    return next(filter(None, (each.found_in(columns, known, **how) for each in dialects)), None)
+
+
 def find_form(columns: Sequence[str], wanted: RowKind | None = "single", known: Names = _ALL_FOUND) -> Form | None:
     """The first form whose columns are all there, in any case; of single rows one by their very names comes first.
 
@@ -438,16 +449,20 @@ def find_form(columns: Sequence[str], wanted: RowKind | None = "single", known: 
     """
     dialects = _PROMPTED if wanted == "prompts" else _DIALECTS
     fitting = [each for each in dialects if wanted in (None, each.kind) and known.keys() <= each.needs]
-    form = next(filter(None, (each.found_in(columns, known) for each in fitting)), None)
+    form = _first(fitting, columns, known)
     if form is None or form.kind != "single":
         return form
-    single = (each for each in fitting if each.kind == "single")
-    return next(filter(None, (each.found_in(columns, spelled=str) for each in single)), form)
+    return _first([each for each in fitting if each.kind == "single"], columns, spelled=str) or form
+
+
+def form_to_ask(columns: Sequence[str]) -> Form | None:
+    """How prompts are read, with or without their answers."""
+    return _first(_ASKED, columns)
 
 
 def form_to_score(columns: Sequence[str]) -> Form | None:
     """How texts to be scored are read, or prompts with their answers."""
-    return next(filter(None, (each.found_in(columns) for each in _SCORED)), None)
+    return _first(_SCORED, columns)
 
 
 def form_of_columns(
@@ -542,10 +557,8 @@ def _half_read(what: str, unread: str, where: str) -> DataError:
 
 def _advice(columns: Sequence[str], where: str) -> str:
     """The hint for columns of which no form is made."""
-    of_splits = ".json" in where and {"data", "train"} & {*columns}
-    first = (
-        "remove the other keys of a JSON object of splits: each must hold a list of rows; else " if of_splits else ""
-    )
+    of_splits = ".json" in where and not {"data", "train"}.isdisjoint(columns)
+    first = "remove the other keys of a JSON object of splits: each must hold a list of rows; else " * of_splits
     names = columns if len(columns) == 2 and not of_splits else ("", "")
     named = zip(("prompt_column", "answer_column"), names, strict=True)
     typed = " and ".join(quote(f"{key}={name}") for key, name in named)

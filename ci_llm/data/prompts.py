@@ -23,18 +23,17 @@ from ci_llm.data.encoder import BUILT_IN_TEMPLATE, Encoder, Example, chat_templa
 from ci_llm.data.rows import (
     Chat,
     Completion,
-    Form,
     Message,
+    Prompted,
     PromptForm,
     RawRow,
-    Row,
     Rows,
     is_unicode,
     kept,
     messages_of,
     tools_of,
 )
-from ci_llm.data.turns import RefusedRowError
+from ci_llm.data.turns import CALL, RefusedRowError
 from ci_llm.data.units import branches_of
 from ci_llm.errors import DataError
 
@@ -50,8 +49,6 @@ _SAID = {"content", "value", "tool_calls", "function_call"}
 
 #: A placeholder for the question.
 _QUESTION = "What is asked here?"
-#: A call of a tool.
-_CALL: Final = {"id": "call00001", "type": "function", "function": {"name": "find", "arguments": {"name": "it"}}}
 #: Whether answers have thoughts, where they do not begin as the template opens them.
 _THINKS: Final = {"chat with thoughts": True, "chat without thoughts": False}
 
@@ -92,7 +89,7 @@ class Prompter:
         examples = [self._encoder.encode(Chat((asked, Message("assistant", "A"))))]
         for calls in (2, 1):
             with suppress(RefusedRowError):  # the template shows no calls, or only one
-                called = self._encoder.encode(Chat((asked, Message("assistant", "", (_CALL,) * calls))))
+                called = self._encoder.encode(Chat((asked, Message("assistant", "", (CALL,) * calls))))
                 written = called.input_ids[last_answer(called)].tolist()
                 if written.count(written[-1]) == 1:  # else it ends each call, and not the turn
                     examples.append(called)
@@ -264,9 +261,6 @@ def _no_prompt(prompt: object) -> DataError:
 ReadRows = Callable[[Sequence[RawRow], Sequence[str], str], Sequence[Any]]
 
 _JSON_LINES = (".jsonl", ".ndjson")
-#: Takes the place of the answer, which forms read as well and which is left out again.
-_ANSWER = "?"
-_ANSWERS: Mapping[str, Any] = {"answer": _ANSWER, "completion": _ANSWER, "answers": {"text": [_ANSWER]}}
 
 
 def prompts_of_file(path: Path, of_rows: ReadRows | None = None) -> list[Any]:
@@ -349,57 +343,32 @@ def prompts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) 
     Raises:
         DataError: no column is recognised, or a row has no prompt.
     """
-    form = _form_of_prompts(columns, where)
-    return [_prompt(form, row, f"{where}, row {number} (counted from 0)") for number, row in enumerate(rows)]
+    from ci_llm.data.columns import form_to_ask
+
+    if (form := form_to_ask(columns)) is None:
+        what = f"No column holds a prompt; the columns are: {', '.join(columns)}."
+        raise DataError(what, where=where, hint="name the column prompt, question, instruction, text or messages")
+    prompts = list[Prompt]()
+    for number, row in enumerate(rows):
+        place = f"{where}, row {number} (counted from 0)"
+        try:
+            found = form.reader({part: row.get(column) for part, column in form.columns.items()})
+        except ValueError as error:
+            raise DataError(f"a row cannot be read: {error}", where=place, hint="repair it") from error
+        if not isinstance(found, Prompted):
+            raise DataError("a row has no prompt", where=place, hint="leave it out, or write one")
+        prompts.append(_worded(found.row))
+    return prompts
 
 
-def _form_of_prompts(columns: Sequence[str], where: str) -> Form:
-    """How rows with these columns are read, whether they have a column with the answer or not."""
-    from ci_llm.data.columns import find_form
-
-    for wider in (columns, *([*columns, name] for name in ("answers", "answer"))):
-        if (form := find_form(wider)) is not None:
-            return form
-    what = f"No column holds a prompt; the columns are: {', '.join(columns)}."
-    raise DataError(what, where=where, hint="name the column prompt, question, instruction, text or messages")
-
-
-def _prompt(form: Form, raw: RawRow, where: str) -> Prompt:
-    parts = {part: raw.get(column) for part, column in form.columns.items()}
-    parts |= {part: value for part, value in _ANSWERS.items() if part in parts}
-    try:
-        if "messages" in parts:
-            parts["messages"] = [*_asked(parts["messages"]), {"role": "assistant", "content": _ANSWER}]
-        elif isinstance(parts.get("prompt"), list) and "completion" in parts:
-            parts["completion"] = [{"role": "assistant", "content": _ANSWER}]
-        prompt = _without_answer(form.reader(parts))
-    except ValueError as error:
-        raise DataError(f"a row cannot be read: {error}", where=where, hint="repair it") from error
-    if not prompt:
-        raise DataError("a row has no prompt", where=where, hint="leave it out, or write one")
-    return prompt
-
-
-def _asked(value: Any) -> list[dict[str, Any]]:
-    """The messages of a row without the answer at their end."""
-    messages = messages_of(value)
-    while messages and messages[-1].role == "assistant":
-        messages = messages[:-1]
-    return [message.as_turn() for message in messages]
-
-
-def _without_answer(row: Row | None) -> Prompt | None:
-    if isinstance(row, Chat):
-        *asked, _answer = row.messages
-        if len(asked) == 1 and asked[0].role == "user" and not row.tools:
-            return asked[0].content.strip() and asked[0].content  # text, as if somebody typed it
-        turns = [message.as_turn() for message in asked]
-        return {"messages": turns, "tools": [*row.tools]} if turns and row.tools else turns
+def _worded(row: Chat | Completion) -> Prompt:
+    """The prompt as somebody types it: a single message of a user is a text."""
     if isinstance(row, Completion):
-        return row.completion if row.prompt is None else row.prompt
-    if row is not None:
-        raise ValueError("it holds token ids, and a prompt is text")
-    return None
+        return row.completion
+    turns = [message.as_turn() for message in row.messages]
+    if row.tools:
+        return {"messages": turns, "tools": [*row.tools]}
+    return row.messages[0].content if [turn["role"] for turn in turns] == ["user"] else turns
 
 
 def _object(text: str) -> Mapping[str, Any] | None:

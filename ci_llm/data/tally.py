@@ -1,21 +1,26 @@
-"""What became of the rows of a data set while they were tokenised: kept, cut or left out, and what agents miss in them.
+"""The rows of a data set as tokens: kept, cut or left out; and the tally of what became of them.
 
-A plain text that is too long is cut into blocks, another row at its end; rows with nothing left to learn are left
-out. A `Tally` counts all of these, for the lines and errors that say so.
+Many rows are encoded in several processes, with the same result. A plain text that is too long is cut into blocks,
+another row at its end; rows with nothing left to learn are left out. A `Tally` counts all of these, for the lines and
+errors that say so.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from itertools import islice
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from ci_llm.core.work import counted
 from ci_llm.data.encoder import Encoder, Example
-from ci_llm.data.encoding import encoded
 from ci_llm.data.rows import Chat, Completion, Labelled, Pair, Prompted, PromptForm, Rated, Row, Rows
 from ci_llm.data.turns import RefusedRowError, Remark
 from ci_llm.data.units import Unit, branches_of, label_of, number_of, prompt_of, unit_of, without_end
@@ -260,3 +265,50 @@ def _refusal(error: RefusedRowError, row: Row | None, where: str) -> DataError:
         where=where,
         hint="repair the row, choose another chat_template, or mark what the assistant says with {% generation %}",
     )
+
+
+#: Rows that are worth the start of more processes, and that are sent to each of them at once.
+MANY: Final = 5_000
+SENT: Final = 64
+
+Encoded = list[Example] | RefusedRowError
+_of_process: Encoder
+
+
+def encoded(rows: Rows, encoder: Encoder) -> Iterator[tuple[Row | None, Encoded]]:
+    """The rows in their order, and of each its branches as tokens, or why there are none.
+
+    Raises:
+        DataError: a row is malformed, or a process was ended from outside.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    if len(rows) < MANY or cores < 4 or multiprocessing.current_process().daemon:
+        yield from ((row, _encoded(encoder, row)) for row in rows)
+        return
+    each, fork = iter(rows), multiprocessing.get_context("fork")  # a fork has the encoder, which cannot be sent
+    try:
+        with ProcessPoolExecutor(cores - 1, fork, _begin, (encoder,)) as pool:  # one reads and writes
+            while part := [*islice(each, 16 * SENT * cores)]:
+                yield from zip(part, pool.map(_encoded_there, part, chunksize=SENT), strict=True)
+    except BrokenProcessPool as error:
+        what, hint = "a process that tokenised rows was ended from outside", "see whether the memory is enough"
+        raise DataError(what, where=rows.where, hint=hint) from error
+
+
+def _begin(encoder: Encoder) -> None:
+    global _of_process
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads do not survive a fork
+    _of_process = encoder
+
+
+def _encoded_there(row: Row | None) -> Encoded:
+    return _encoded(_of_process, row)
+
+
+def _encoded(encoder: Encoder, row: Row | None) -> Encoded:
+    encode: Any = encoder.text if isinstance(row, Labelled) else encoder.encode
+    encode = encoder.prompt if isinstance(row, Prompted) else encode
+    try:
+        return [encode(branch) for branch in branches_of(row)] if row else []
+    except RefusedRowError as error:
+        return error

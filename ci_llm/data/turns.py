@@ -29,8 +29,9 @@ _PIECE: Final = re.compile(r"<[^<>]*>|\s|[^<\s]+|<")
 
 #: Small chats, to see what a template does.
 _ASKED, _ANSWER = Message("user", "Q"), Message("assistant", "A")
-_CALL: Final = {"id": "call00001", "type": "function", "function": {"name": "find", "arguments": {"name": "it"}}}
-_CALLING = Message("assistant", "", (_CALL,))
+#: A call of a tool.
+CALL: Final = {"id": "call00001", "type": "function", "function": {"name": "find", "arguments": {"name": "it"}}}
+_CALLING = Message("assistant", "", (CALL,))
 _RESULT = Message("tool", "R", more={"name": "find", "tool_call_id": "call00001"})
 
 

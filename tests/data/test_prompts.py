@@ -29,6 +29,9 @@ SYSTEM = {"role": "system", "content": "s"}
         ({"context": "c", "question": "q", "answers": {"text": ["a"]}}, "c\n\nq"),
         ({"context": "c", "question": "q"}, "c\n\nq"),
         ({"text": "Once"}, "Once"),
+        ({"text": "Once", "source": "a book"}, "Once"),
+        ({"text": "do. done", "instruction": "do", "output": "done"}, "do"),
+        ({"prompt": "p", "chosen": "c", "rejected": "r"}, "p"),
         ({"question": "q", "answer": ""}, "q"),
         ({"system": "s", "question": "q", "answer": "a"}, [SYSTEM, CHAT[0] | {"content": "q"}]),
         ({"system": "s", "instruction": "q", "output": "a"}, [SYSTEM, CHAT[0] | {"content": "q"}]),
@@ -89,7 +92,7 @@ def test_tables_are_read_as_training_reads_them(tmp_path: Path) -> None:
         ("f.jsonl", '{"height": 3}', "No column holds a prompt; the columns are: height", "f.jsonl"),
         ("f.jsonl", '{"messages": [{"content": "q"}]}', "a message has no role", "row 0 (counted from 0)"),
         ("f.jsonl", '{"messages": []}', "a row has no prompt", "row 0 (counted from 0)"),
-        ("f.jsonl", '{"input_ids": [1, 2]}', "it holds token ids", "row 0 (counted from 0)"),
+        ("f.jsonl", '{"input_ids": [1, 2]}', "No column holds a prompt; the columns are: input_ids", "f.jsonl"),
     ],
 )
 def test_rows_that_cannot_be_prompts_are_named(tmp_path: Path, name: str, text: str, what: str, where: str) -> None:

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ci_llm import embedded
 from ci_llm.config import Config
 from ci_llm.core import durable
-from ci_llm.data import encoding, tokens
+from ci_llm.data import tally, tokens
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE, Encoder, Example
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Chat, Rows
@@ -301,9 +301,9 @@ def test_calls_of_tools_that_the_template_hides_are_counted(tokenizer: PreTraine
 
 
 def with_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "MANY", 2)
-    monkeypatch.setattr(encoding, "SENT", 1)
-    monkeypatch.setattr(encoding.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(tally, "MANY", 2)
+    monkeypatch.setattr(tally, "SENT", 1)
+    monkeypatch.setattr(tally.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
 
 
 def test_several_processes_write_the_same_file(
@@ -322,7 +322,7 @@ def test_a_process_that_is_ended_from_outside_is_an_error(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_several_processes(monkeypatch)
-    monkeypatch.setattr(encoding, "_begin", lambda _: os._exit(9))
+    monkeypatch.setattr(tally, "_begin", lambda _: os._exit(9))
     with pytest.raises(DataError, match="a process that tokenised rows was ended from outside"):
         tokenize(rows(ROWS_OF_CHATS), tokenizer, max_seq_length=500, cache_folder=tmp_path)
 
