@@ -68,7 +68,7 @@ class Agent:
 
     @property
     def size(self) -> int:
-        """How many trainable numbers it has."""
+        """The number of its trainable numbers."""
         return self.weights.numel()
 
     def state_dict(self) -> dict[str, Tensor]:

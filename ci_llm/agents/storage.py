@@ -40,7 +40,7 @@ class DropConnect:
 
     Args:
         agents: the agents of the rows; the rest of a row is padding.
-        has_own: whether agents have settings of their own.
+        has_own: true if agents have settings of their own.
         weights: [K, P] the weights of the storage.
         on_new_memory: called when the masks get new memory, before anything is drawn into it.
         num_whole: how many numbers at the end of each agent no mask drops.
@@ -120,7 +120,7 @@ class AgentStorage:
         dropout: the dropout of the modules' inputs.
         casts: the casts of the current pass.
         reading: whose tokens the modules' inputs hold.
-        pass_per_agent: whether every agent takes passes of its own. All operations then have the shapes that they have
+        pass_per_agent: true if every agent takes passes of its own. All operations then have the shapes that they have
             for an agent alone, and so the agent has the bits that it has alone.
         drawn: the DropConnect masks of training.
         weights: [K, P], fp32, or fp64 on an fp64 base.
@@ -408,7 +408,7 @@ def _bound(owner: nn.ParameterDict, view: Tensor, name: str) -> nn.Parameter:
 
 
 def _shape(agent: AgentLora) -> tuple[object, ...]:
-    """What neighbours must have in common for one batched product, beside their modules."""
+    """The settings that neighbours must have in common for one batched product, beside their modules."""
     return agent.rank, agent.scaling, agent.dropout > 0
 
 

@@ -45,7 +45,7 @@ def require_memory(config: Config, copies: int) -> None:
 
 
 def _count_parameters(model_name: str) -> int:
-    """How many numbers the safetensors files of a base have; 0 if there are none on this disk."""
+    """The parameters in the safetensors files of a base; 0 if there are none on this disk."""
     with suppress(ModelError):  # loading it fails as well, and says why
         file = gguf_file(model_name)
         if file:

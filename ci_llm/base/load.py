@@ -426,7 +426,7 @@ def name_of(model: PreTrainedModel, run_folder: Path) -> str:
 
 
 def holds(name: str, model: PreTrainedModel) -> bool:
-    """Whether `from_pretrained(name)` gives exactly these weights, in the precision that they have here."""
+    """True if `from_pretrained(name)` gives exactly these weights, in the precision that they have here."""
     own, found = weights_of(model), set[str]()
     try:
         if _described(load_architecture(name)) != _described(model.config):

@@ -195,7 +195,7 @@ def _like(sharded: Any, part: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this process holds only a part of the tensor."""
+    """True if this process holds only a part of the tensor."""
     return hasattr(tensor, "full_tensor")
 
 

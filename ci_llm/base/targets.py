@@ -46,7 +46,7 @@ def linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def _is_product(layer: nn.Module) -> bool:
-    """Whether the layer returns the product with its weight and nothing else.
+    """True if the layer returns the product with its weight and nothing else.
 
     Some families derive their routers from nn.Linear, and these return more.
     """
@@ -62,7 +62,7 @@ def _is_product(layer: nn.Module) -> bool:
 
 
 def _passed_by(parent: nn.Module, name: str) -> bool:
-    """Whether the family's code reads the weight of this layer itself, on some device at least.
+    """True if the family's code reads the weight of this layer itself, on some device at least.
 
     The source code is examined, because a forward pass may take another path on a GPU. The agents would then be on
     other layers there, and could not resume from a checkpoint made on a CPU. Reads of a slice do not count: they are
@@ -142,7 +142,7 @@ def _matching(model: PreTrainedModel, wanted: str | tuple[str, ...]) -> list[str
 
 
 def absent_targets(model: nn.Module, wanted: str | tuple[str, ...]) -> str:
-    """Which of the wanted suffixes no module of the model has, for people; empty if each has one.
+    """The wanted suffixes that no module of the model has, for people; empty if each has one.
 
     PEFT passes over them, and a list for several families may hold some; but one may be a slip.
     """

@@ -107,7 +107,7 @@ def _entries_of(mapping: Mapped, listed: Entry, problems: list[Problem]) -> dict
 
 
 def _is_refused(entry: Entry, problems: list[Problem]) -> bool:
-    """Whether a single agent cannot have this entry; then a problem says why."""
+    """True if a single agent cannot have this entry; then a problem says why."""
     try:
         found = resolve(entry)
     except UnknownNameError:

@@ -142,7 +142,7 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         raise ConfigError(what, where="Config", hint=f"config.model_copy(update={{{name!r}: ...}}) is a changed copy")
 
     def __eq__(self, other: object) -> bool:
-        """Whether all values are equal, and what was given without effect; wherever they are from."""
+        """True if all values are equal, and what was given without effect; wherever they are from."""
         if not isinstance(other, Config):
             return NotImplemented
         return self.__dict__ == other.__dict__ and self._without_effect == other._without_effect
@@ -209,7 +209,7 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the checkpoint of the best evaluation so far is kept, however many newer ones there are."""
+        """True if the checkpoint of the best evaluation so far is kept, however many newer ones there are."""
         return self.early_stopping_patience is not None or self.load_best_model_at_end
 
     def warmup_steps(self, total_steps: int) -> int:

@@ -120,6 +120,6 @@ def flag_form(name: str) -> FlagForm:
 
 
 def is_switched_off(key: str, entry: Entry) -> bool:
-    """Whether the entry is a switch that is off: `fp16: false` says nothing against `bf16: true`."""
+    """True if the entry is a switch that is off: `fp16: false` says nothing against `bf16: true`."""
     off = TRANSLATIONS.get(normalized(entry.name), {}).get("false")
     return isinstance(entry.raw, Scalar) and off == f"{key}={entry.raw.text}"

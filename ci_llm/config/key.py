@@ -103,7 +103,7 @@ Trackers = Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)]
 
 
 class Traits(TypedDict, total=False):
-    """What else holds of a key; each trait is optional.
+    """The rest of what holds of a key; each trait is optional.
 
     Attributes:
         own: an agent may have a value of its own; the number is the key's place among such keys, a new one comes last.

@@ -35,7 +35,7 @@ _WHY_GROUP: Final[Mapping[type, str]] = {
 
 
 def why_common(key: str) -> str:
-    """Why a key is the same for all agents."""
+    """The reason why a key is the same for all agents."""
     of_group = (why for group, why in _WHY_GROUP.items() if key in group.__annotations__)
     return _WHY_COMMON.get(key) or next(of_group, "a run has one of it")
 
@@ -86,7 +86,7 @@ class KeysOfEach(schema.AllKeys):
         return self._trial_steps
 
     def is_open(self, key: str) -> bool:
-        """Whether a key still says auto: the rows decide, or nothing can."""
+        """True if a key still says auto: the rows decide, or nothing can."""
         return bool(getattr(self, key) == AUTO)
 
     @property
@@ -106,7 +106,7 @@ class KeysOfEach(schema.AllKeys):
 
     @property
     def is_toy(self) -> bool:
-        """Whether base and rows are the embedded ones."""
+        """True if base and rows are the embedded ones."""
         return {self.model_name, *self.all_dataset_names} == {EMBEDDED}
 
     @property
@@ -141,7 +141,7 @@ class KeysOfEach(schema.AllKeys):
 
     @property
     def has_own_rows(self) -> bool:
-        """Whether agents train on different rows."""
+        """True if agents train on different rows."""
         return len({tuple(getattr(own, key) for key in ROWS_KEYS) for own in self.rows_of_each}) > 1
 
     @property

@@ -62,7 +62,7 @@ def _is_slip(name: str, other: str) -> bool:
 
 
 def _fit(parts: list[str], others: list[str]) -> bool:
-    """Whether each part has one of the others that is like it, in order; one word alone does not stand for several."""
+    """True if each part has one of the others that is like it, in order; one word alone does not stand for several."""
     if len(parts) == 1 < len(others):
         return False
     rest = iter(others)
@@ -82,7 +82,7 @@ class Scalar:
 
     @property
     def is_null(self) -> bool:
-        """Whether it is a word for null."""
+        """True if it is a word for null."""
         return not self.quoted and self.text.lower() in NULL_WORDS
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ class Entry:
 
     @property
     def is_null(self) -> bool:
-        """Whether the value is null."""
+        """True if the value is null."""
         return isinstance(self.raw, Scalar) and self.raw.is_null
 
 
@@ -190,7 +190,7 @@ def kinds_of(field: FieldInfo) -> list[_Kind]:
 
 
 def takes_flag(field: FieldInfo) -> bool:
-    """Whether `--key` without a value means true."""
+    """True if `--key` without a value means true."""
     return any(kind.type is bool for kind in kinds_of(field))
 
 
@@ -204,12 +204,12 @@ _MISS = object()
 
 
 def takes_list(field: FieldInfo) -> bool:
-    """Whether the value of the key may be a list itself."""
+    """True if the value of the key may be a list itself."""
     return any(kind.item is not None or kind.may_be_several for kind in kinds_of(field))
 
 
 def means_no_items(field: FieldInfo, raw: Raw) -> bool:
-    """Whether `raw` is none where the field takes a list of choices: with quotes, in brackets, or an empty list."""
+    """True if `raw` is none where the field takes a list of choices: with quotes, in brackets, or an empty list."""
     if isinstance(raw, Items) and len(raw.values) == 1:
         [raw] = raw.values
     is_none = isinstance(raw, Scalar) and raw.text.strip("[]'\" ").lower() in NULL_WORDS
@@ -217,7 +217,7 @@ def means_no_items(field: FieldInfo, raw: Raw) -> bool:
 
 
 def lists_values(field: FieldInfo, raw: Items) -> bool:
-    """Whether a list holds several values of the key, and is not one value that is a list itself."""
+    """True if a list holds several values of the key, and is not one value that is a list itself."""
     words = {Scalar(choice) for kind in kinds_of(field) for choice in kind.choices}
     return not takes_list(field) or any(isinstance(value, Items) or value in words for value in raw.values)
 

@@ -224,7 +224,7 @@ def _add(given: dict[str, Entry], key: str, entry: Entry, problems: list[Problem
 
 
 def _yields(one: Entry, other: Entry, key: str) -> bool:
-    """Whether `one` is a switch that is off, beside another switch: `fp16: false` beside `bf16: true`."""
+    """True if `one` is a switch that is off, beside another switch: `fp16: false` beside `bf16: true`."""
     return foreign.normalized(other.name) in foreign.TRANSLATIONS and foreign.is_switched_off(key, one)
 
 

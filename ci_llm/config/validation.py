@@ -200,6 +200,6 @@ def _doubtful(c: KeysOfEach) -> Iterator[str]:
 
 
 def _is_meant(c: KeysOfEach, key: str, by: str) -> bool:
-    """Whether `key` was given another value than its default, or any value while `by`, on which it depends, was not."""
+    """True if `key` was given another value than its default, or any value while `by`, on which it depends, was not."""
     given = key in c.model_fields_set
     return given and (by not in c.model_fields_set or getattr(c, key) != type(c).model_fields[key].default)

@@ -60,7 +60,7 @@ class Courses:
 
     @property
     def are_own(self) -> bool:
-        """Whether agents have different ones."""
+        """True if agents have different ones."""
         return len(self.different) > 1
 
     @property
@@ -78,7 +78,7 @@ class Courses:
         return [row for plan in self.plans for row in plan.rows(step)]
 
     def num_rows_of(self, step: int) -> int:
-        """How many rows all courses take together."""
+        """The number of rows that all courses take together."""
         return sum(plan.num_rows_of(step) for plan in self.plans)
 
     def epoch(self, step: int) -> float:
@@ -129,12 +129,12 @@ class EvaluationRows:
 
     @property
     def are_common(self) -> bool:
-        """Whether one set scores all agents."""
+        """True if one set scores all agents."""
         return len(self.sets) == 1
 
     @property
     def trained_on(self) -> TrainedOn:
-        """Whether none, some or all of these rows are rows of the training of their agents."""
+        """The share of these rows that are rows of the training of their agents: none, some or all."""
         kinds: set[TrainedOn] = {rows.rows.trained_on for rows in self.sets}
         return kinds.pop() if len(kinds) == 1 else "some"
 
@@ -156,7 +156,7 @@ class Lengths:
     Attributes:
         mean, spread: their mean and standard deviation.
         learned: share of them that is learned.
-        sampled: whether rows were tokenised as the run will do it; else this is an upper bound.
+        sampled: true if rows were tokenised as the run will do it; else this is an upper bound.
         branches: rows of a pass for each row of the data set: two for a pair, and of a prompt its completions.
     """
 
@@ -185,5 +185,5 @@ class Lengths:
         return math.ceil(min(self.longest, self.mean + 4 * self.spread / math.sqrt(rows)))
 
     def learned_of(self, tokens: int) -> int:
-        """How many of the tokens of a row are learned, at least one; the first never is."""
+        """The number of tokens of a row that are learned, at least one; the first never is."""
         return max(1, min(tokens - 1, round(self.learned * tokens)))

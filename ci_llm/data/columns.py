@@ -88,7 +88,7 @@ def _read_completion(row: RawRow) -> Row | None:
 
 
 def _is_text(row: RawRow, *answers: Any) -> bool:
-    """Whether prompt and answers are text that no chat template touches; a column beside the prompt makes it a chat."""
+    """True if prompt and answers are text that no chat template touches; a column beside the prompt makes it a chat."""
     if any(map(_are_turns, (row.get("prompt"), *answers))) or _OF_CHATS & row.keys():
         return False
     if tools_of(row.get("tools")):
@@ -97,7 +97,7 @@ def _is_text(row: RawRow, *answers: Any) -> bool:
 
 
 def _are_turns(value: Any) -> bool:
-    """Whether a cell holds messages, or a single one, and no text."""
+    """True if a cell holds messages, or a single one, and no text."""
     turns = value if isinstance(value, list) else [value]
     return any(isinstance(turn, Mapping) and {"role", "from", "messages"} & turn.keys() for turn in turns)
 

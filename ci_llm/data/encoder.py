@@ -189,7 +189,7 @@ class Encoder:
         return self._ids(text)[0]
 
     def describe(self, row: Row | None) -> str:
-        """Which template makes this row, in words."""
+        """The template that makes this row, in words."""
         if isinstance(row, Tokens):
             return "no chat template: the rows are tokens already"
         row = row.row if isinstance(row, Labelled | Prompted) else row
@@ -205,7 +205,7 @@ class Encoder:
         return str(self._tokenizer.decode(input_ids))
 
     def lacks_roles(self, row: Row) -> bool:
-        """Whether the row is a chat of several turns, and the template does not show who speaks."""
+        """True if the row is a chat of several turns, and the template does not show who speaks."""
         if not isinstance(row, Chat) or self.template != BUILT_IN_TEMPLATE:
             return False
         return sum(message.role == "user" for message in row.messages) > 1

@@ -27,7 +27,7 @@ from ci_llm.interrupts import ignore_signals, worker_context
 
 
 class Place(NamedTuple):
-    """Where a micro-batch stands in a run."""
+    """The place of a micro-batch in a run."""
 
     step: int
     micro_step: int
@@ -56,7 +56,7 @@ class StepSampler(BatchSampler):
         return -(-rows // (self._num_processes * self._micro_batch_size))
 
     def before(self, step: int) -> int:
-        """How many micro-batches each process has before a step."""
+        """The number of micro-batches that each process has before a step."""
         return sum(map(self.micro_steps, range(self.steps.start, step)))
 
     def __len__(self) -> int:

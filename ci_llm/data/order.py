@@ -97,7 +97,7 @@ class Plan:
         return self._at(positions, epoch)
 
     def num_rows_of(self, step: int) -> int:
-        """How many rows the 0-based step takes."""
+        """The number of rows that the 0-based step takes."""
         return len(self._positions(step)[1])
 
     def dealt(self, step: int, micro_step: int, process: int, num_processes: int, size: int) -> list[int]:

@@ -49,7 +49,7 @@ _SAID = {"content", "value", "tool_calls", "function_call"}
 
 #: A placeholder for the question.
 _QUESTION = "What is asked here?"
-#: Whether answers have thoughts, where they do not begin as the template opens them.
+#: For answers that do not begin as the template opens them: true if they have thoughts.
 _THINKS: Final = {"chat with thoughts": True, "chat without thoughts": False}
 
 
@@ -98,7 +98,7 @@ class Prompter:
 
     @property
     def tells_turns_apart(self) -> bool:
-        """Whether a prompt shows who said what, so that a conversation can have several turns."""
+        """True if a prompt shows who said what, so that a conversation can have several turns."""
         return self.form != "text" and self._encoder.template != BUILT_IN_TEMPLATE
 
     def ends_of(self, examples: Iterable[Example]) -> frozenset[int]:
@@ -241,7 +241,7 @@ def _read(prompt: Any) -> Chat:
 
 
 def _chat(prompt: Any) -> Chat:
-    """What is to be answered."""
+    """The chat that is to be answered."""
     if isinstance(prompt, str):
         return Chat((Message("user", prompt),))
     chat = _read(prompt)

@@ -212,7 +212,7 @@ class _Noting:
 
 
 def _speaks(loop: Any) -> bool:
-    """Whether a loop writes something: others only look at the messages, perhaps at all of them for each."""
+    """True if a loop writes something: others only look at the messages, perhaps at all of them for each."""
     written = (part for output in loop.find_all(nodes.Output) for part in output.nodes)
     return any(not isinstance(part, nodes.TemplateData) or part.data.strip() for part in written)
 

@@ -80,12 +80,12 @@ class Chat:
 
     @property
     def uses_tools(self) -> bool:
-        """Whether the template has to know tools to show the chat."""
+        """True if the template has to know tools to show the chat."""
         return bool(self.tools) or any(m.tool_calls or m.role == "tool" for m in self.messages)
 
     @property
     def needs_more(self) -> bool:
-        """Whether the template has to know more than users and assistants to show the chat."""
+        """True if the template has to know more than users and assistants to show the chat."""
         return self.uses_tools or any(message.role not in ("user", "assistant") for message in self.messages)
 
 
@@ -311,8 +311,8 @@ class Rows:
         description: what was found, in lines for people.
         numbers: the number of each row in its source, where only some rows were taken.
         num_trained_on: how many of these rows to evaluate on are among those to train on.
-        are_of_test: whether some of these rows to evaluate on are a whole split that is called test.
-        are_answers: whether the preferred answers of pairs and rated rows are read, as single rows.
+        are_of_test: true if some of these rows to evaluate on are a whole split that is called test.
+        are_answers: true if the preferred answers of pairs and rated rows are read, as single rows.
     """
 
     raw: RawRows
@@ -326,7 +326,7 @@ class Rows:
 
     @property
     def trained_on(self) -> TrainedOn:
-        """Whether none, some or all of these rows are rows of the training."""
+        """The share of these rows that are rows of the training: none, some or all."""
         if not self.num_trained_on:
             return "none"
         return "all" if self.num_trained_on == len(self) else "some"
@@ -384,7 +384,7 @@ class Rows:
         return replace(self, raw=self.raw.select(chosen), numbers=numbers)
 
     def place(self, number: int) -> str:
-        """Where a row stands in its source, in words."""
+        """The place of a row in its source, in words."""
         return f"{self.where}, row {self.numbers[number] if self.numbers else number} (counted from 0)"
 
     def cells(self, number: int) -> tuple[RawRow, str]:
@@ -397,7 +397,7 @@ class Rows:
         return [self.raw.column_names]  # type: ignore[attr-defined]  # of rows that are joined it is another one
 
     def is_marked(self, number: int) -> bool:
-        """Whether a chat has an answer that is marked as not to be learned."""
+        """True if a chat has an answer that is marked as not to be learned."""
         column = self.form.columns.get("messages")
         return column is not None and not all(each.learned for each in messages_of(self.raw[number][column]))
 
@@ -497,7 +497,7 @@ def _text_of_part(part: RawRow) -> str:
 
 
 def is_unicode(value: Any) -> bool:
-    """Whether all text of a value can be written: JSON may hold half a character, a lone surrogate."""
+    """True if all text of a value can be written: JSON may hold half a character, a lone surrogate."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -550,7 +550,7 @@ def _message(raw: Any) -> Message:
 
 
 def _is_learned(raw: RawRow, others: Iterable[str]) -> bool:
-    """Whether no mark of an answer says no.
+    """True if no mark of an answer says no.
 
     Args:
         others: the keys that are not read.

@@ -66,7 +66,7 @@ def eval_splits(name: str) -> tuple[str, ...]:
 
 
 def is_on_hub(name: str) -> bool:
-    """Whether `name` can only mean a data set of the hub: nothing here has it, and no file could."""
+    """True if `name` can only mean a data set of the hub: nothing here has it, and no file could."""
     from ci_llm.data.formats import find_format
 
     return may_be_on_hub(name) and find_format(Path(os.path.expanduser(name))) is None
@@ -335,7 +335,7 @@ def _held_out(config: Config, splits: Splits, name: str) -> list[int]:
 
 
 def _num_held_out(config: Config, total: int, name: str) -> int:
-    """How many of so many rows are held out."""
+    """The number of rows, of so many, that are held out."""
     size = config.val_set_size
     if size is None or not total:
         return min(HELD_OUT_AT_MOST, max(1, total // 10)) if total > 1 else 0
@@ -383,7 +383,7 @@ def row_kind(config: Config) -> RowKind | None:
 
 
 def _are_answers(config: Config, split: Part) -> bool:
-    """Whether answers alone are evaluated: heads are scored by pairs and labels, and rewards judge prompts."""
+    """True if answers alone are evaluated: heads are scored by pairs and labels, and rewards judge prompts."""
     if split != "eval" or config.objective in ("auto", "sft"):
         return split == "eval"
     from ci_llm.objectives import head_size  # with torch, as above
@@ -392,7 +392,7 @@ def _are_answers(config: Config, split: Part) -> bool:
 
 
 def _is_spread(name: str) -> bool:
-    """Whether rows of a data set are taken evenly: the embedded ones, which have no order that could repeat."""
+    """True if rows of a data set are taken evenly: the embedded ones, which have no order that could repeat."""
     return name == "embedded"
 
 

@@ -171,11 +171,11 @@ class Tally:
 
     @property
     def prompts(self) -> PromptForm | None:
-        """How prompts are worded, if not as the template words them: most answers begin in another way."""
+        """The form of prompts, if it is not that of the template: most answers begin in another way."""
         return next((form for form, remark in _BEGUN.items() if 2 * self.remarks[remark] > self.kept_rows), None)
 
     def warnings(self) -> Iterator[str]:
-        """Why agents will not learn what these rows are meant to teach."""
+        """The reasons why agents will not learn what these rows are meant to teach."""
         if self.cut:
             yield (
                 f"{self.cut} rows cut at max_seq_length {self.max_seq_length}: {self.lost} of"

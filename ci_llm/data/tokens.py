@@ -105,12 +105,12 @@ class TokenizedRows:
 
     @property
     def num_cut(self) -> int:
-        """How many of the rows are cut at their end."""
+        """The number of rows that are cut at their end."""
         return int(self._facts["cut"])
 
     @property
     def num_good(self) -> int:
-        """How many of the rated rows are good."""
+        """The number of rated rows that are good."""
         return int(self._facts["good"])
 
     @property
@@ -129,7 +129,7 @@ class TokenizedRows:
 
     @property
     def prompts(self) -> PromptForm | None:
-        """How prompts are worded, if not as the template words them."""
+        """The form of prompts, if it is not that of the template."""
         form: PromptForm | None = self._facts["prompts"]
         return form
 
@@ -151,7 +151,7 @@ class TokenizedRows:
         ]
 
     def num_in(self, others: TokenizedRows) -> int:
-        """How many of these rows have the same token ids as one of the others, in all of their blocks."""
+        """The number of these rows that have the same token ids as one of the others, in all of their blocks."""
         numbers = np.array(self.row_numbers)
         return len(np.unique(numbers)) - len(np.unique(numbers[~np.isin(self._digests, others._digests)]))
 
@@ -271,7 +271,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file is there, to its end, with the columns of this version. A row is checked when it is read."""
+    """True if the file is there, to its end, with the columns of this version. A row is checked when it is read."""
     try:
         file = pa.ipc.open_file(pa.memory_map(str(path)))
         _, metadata = file.get_batch_with_custom_metadata(file.num_record_batches - 1)

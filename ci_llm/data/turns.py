@@ -271,16 +271,16 @@ class Turns:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether content has to be a list of parts, as templates for pictures have it."""
+        """True if content has to be a list of parts, as templates for pictures have it."""
         return self._wants(Chat((_ASKED, _ANSWER)), in_parts=True)
 
     @cached_property
     def _wants_text(self) -> bool:
-        """Whether the arguments of calls have to be text, as in DeepSeek's."""
+        """True if the arguments of calls have to be text, as in DeepSeek's."""
         return self._wants(Chat((_ASKED, _CALLING, _RESULT, _ANSWER)), calls_as_text=True)
 
     def _wants(self, probe: Chat, **how: bool) -> bool:
-        """Whether the template shows a small chat in this way, and not as it is."""
+        """True if the template shows a small chat in this way, and not as it is."""
         for options, wanted in ({}, False), (how, True):
             with suppress(RefusedRowError):
                 self._require_shown(self._seen(probe, **options))
@@ -316,7 +316,7 @@ def _bare(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _shared(asked: str, written: str) -> int:
-    """How many characters of a prompt a turn begins with: whole pieces, so that words that begin alike stay whole."""
+    """The characters of a prompt that a turn begins with: whole pieces, so that words that begin alike stay whole."""
     if written.startswith(asked):
         return len(asked)
     shared = 0

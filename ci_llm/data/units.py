@@ -46,7 +46,7 @@ class Unit(Example):
 
     @property
     def is_prompt(self) -> bool:
-        """Whether it is a prompt alone."""
+        """True if it is a prompt alone."""
         return self.spans[-1][1] == len(self.input_ids)
 
     @property
@@ -139,7 +139,7 @@ def labels_of(each: Iterable[Rows]) -> Iterator[Label]:
 
 
 def are_numbers(labels: Iterable[Label]) -> bool:
-    """Whether some label is a number and not a whole one: it is then to be predicted, and is not a class.
+    """True if some label is a number and not a whole one: it is then to be predicted, and is not a class.
 
     CSV has numbers as text: texts count as numbers if all of them are.
     """

@@ -58,7 +58,7 @@ class HeadShape:
 
     @property
     def size(self) -> int:
-        """How many numbers a head has."""
+        """The numbers of a head."""
         return self.outputs * self.width
 
     def start(self, seed: int, index: int) -> Tensor:

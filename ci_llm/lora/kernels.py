@@ -118,7 +118,7 @@ class Rotation(torch.autograd.Function):
 
 
 def _is_slow_in_halves(x: Tensor) -> bool:
-    """Whether operations on half a head are slow: in 16 bits, a CPU's vectors are longer than that."""
+    """True if operations on half a head are slow: in 16 bits, a CPU's vectors are longer than that."""
     return x.dtype.itemsize == 2 and not x.is_cuda
 
 
@@ -168,7 +168,7 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
 
 @cache
 def onednn_is_faster() -> bool:
-    """Whether fp32 products by oneDNN were measured faster than by MKL, torch's choice, on this kind of processor.
+    """True if fp32 products by oneDNN were measured faster than by MKL, torch's choice, on this kind of processor.
 
     It is never timed here, because a resume could not repeat the result.
     """
@@ -367,6 +367,6 @@ def give_back(model: PreTrainedModel, layers: Collection[AdaptedLinear]) -> None
 
 
 def is_fast(module: nn.Module, forward_of: Callable[[Any], Any]) -> bool:
-    """Whether the module has the fast forward that `forward_of` gives it."""
+    """True if the module has the fast forward that `forward_of` gives it."""
     own = vars(module).get("forward")
     return isinstance(own, MethodType) and own.__func__ is forward_of(module)

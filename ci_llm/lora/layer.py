@@ -47,7 +47,7 @@ class AdaptedLinear(nn.Module):
         lora_A, lora_B: parameters `agent<k>` [r, in] and [out, r], views of the crowd's storage.
         stacks: the same numbers, stacked where neighbours have one shape.
         joined: the `JoinedInput` of the layer and its neighbours; None if it computes alone.
-        by_onednn: whether training computes products with the frozen weight by oneDNN; see `product`.
+        by_onednn: true if training computes products with the frozen weight by oneDNN; see `product`.
     """
 
     def __init__(self, base_layer: nn.Module, dropout: InputDropout, casts: Casts, reading: Reading, name: str) -> None:

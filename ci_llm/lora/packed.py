@@ -60,7 +60,7 @@ class Packed:
         return cls(dtype, weights, head, source)
 
     def is_of(self, layers: Collection[AdaptedLinear], head: Head, dtype: torch.dtype) -> bool:
-        """Whether these are the packed weights of these layers and this head, which have not changed since."""
+        """True if these are the packed weights of these layers and this head, which have not changed since."""
         return self.dtype == dtype and self.source == _source(layers, head)
 
     def __deepcopy__(self, memo: Any) -> None:

@@ -49,7 +49,7 @@ def tolerance(*dtypes: torch.dtype) -> float:
 
 
 def agrees_by_norm(found: Tensor, wanted: Tensor, limit: float) -> bool:
-    """Whether numbers [K, N, V] of K agents are the wanted ones up to rounding, which may change single ones a lot.
+    """True if numbers [K, N, V] of K agents are the wanted ones up to rounding, which may change single ones a lot.
 
     In thirty layers of bf16, rounding changes a hundredth of the tokens by a tenth. The norm of the difference over all
     tokens is then 0.02 of the norm of an agent's wanted numbers; with a wrong mask it is 0.11 or more. Agents that are
@@ -158,7 +158,7 @@ class Head:
 
     @property
     def chunk_rows(self) -> int:
-        """How many rows' logits fit into a chunk on this device; at least 16, for a very large vocabulary."""
+        """The number of rows whose logits fit into a chunk on this device; at least 16, for a very large vocabulary."""
         size = LOGITS_PER_CHUNK_OF_A_GPU if self.weight.is_cuda else LOGITS_PER_CHUNK
         return max(16, size // self.weight.shape[0])
 
@@ -277,7 +277,7 @@ class Passes:
         reading: whose tokens the layers read.
         ready: casts the agents' weights for the pass inside; see `AgentStorage.ready`.
         pad_id: the token id of pads and spare tokens.
-        packed: whether rows lie end to end; otherwise they lie side by side in a rectangle.
+        packed: true if rows lie end to end; otherwise they lie side by side in a rectangle.
         own_precision: run a base that is stored in autocast's dtype without autocast.
         share_prompts: compute the common beginning of a unit's packed rows once; see `Batch.shared`.
         fast_attention: see `Segments`.
@@ -365,7 +365,7 @@ class Passes:
 
 
 def spare_tokens(model: PreTrainedModel, tokens: int, copies: int = 1) -> int:
-    """How many tokens have to be added, so that an agent's bits do not depend on the number of agents.
+    """The number of tokens to add, so that an agent's bits do not depend on the number of agents.
 
     Each product with the base takes the tokens of all agents at once. On a CPU the kernels for the last rows of a
     product (1, 2 or 3 in fp64), and for products of fewer than 4 rows, round differently from the others.

@@ -35,7 +35,7 @@ class Stack:
     Attributes:
         first, end: the agents are `first`, ..., `end - 1`.
         scaling: the factor of every B A.
-        drops: whether the adapters read their input after dropout.
+        drops: true if the adapters read their input after dropout.
         a, b: A [n, r, in] and B [n, out, r], views of the crowd's storage.
         casts: the casts of A and B in the current pass.
         gradients: the gradients of A and B, views of the crowd's gradients; None if autograd owns them.
@@ -112,7 +112,7 @@ class Stack:
 
 
 def _is_part(tensor: Tensor | None, whole: Tensor, index: int) -> bool:
-    """Whether `tensor` is the memory of `whole[index]`."""
+    """True if `tensor` is the memory of `whole[index]`."""
     if tensor is None or tensor.untyped_storage()._cdata != whole.untyped_storage()._cdata:
         return False
     return tensor.storage_offset() == whole.storage_offset() + index * whole.stride(0)

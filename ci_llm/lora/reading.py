@@ -34,8 +34,8 @@ class Reading:
     Attributes:
         agents: the owners; at rest all agents of the crowd.
         sizes: how many tokens each owner has; None: all have equally many.
-        in_storage: whether all parameters' gradients are views of the storage, as `begin_step` leaves them.
-        by_onednn: whether passes without gradients compute products with frozen weights by oneDNN; see `product`.
+        in_storage: true if all parameters' gradients are views of the storage, as `begin_step` leaves them.
+        by_onednn: true if passes without gradients compute products with frozen weights by oneDNN; see `product`.
         packed: packed weights for passes without gradients, by layer; see `ci_llm/lora/packed.py`.
     """
 

@@ -36,15 +36,15 @@ Metrics = Mapping[str, tuple[Tensor, Tensor | float]]
 
 @dataclass(frozen=True)
 class Needs:
-    """What an objective needs.
+    """The needs of an objective.
 
     Attributes:
         rows: single rows, pairs of a better and a worse answer, rows rated good or bad, texts with a label, or prompts
             alone.
-        reference: whether it needs the log-probabilities of the base without agents.
-        mismatched: whether it needs `Evidence.kl`, from answers to other prompts in the whole step.
+        reference: true if it needs the log-probabilities of the base without agents.
+        mismatched: true if it needs `Evidence.kl`, from answers to other prompts in the whole step.
         nll: which next-token loss of the preferred rows it needs: of their answers, or of all their tokens.
-        head: whether it needs a head's numbers for each row, instead of log-probabilities.
+        head: true if it needs a head's numbers for each row, instead of log-probabilities.
     """
 
     rows: RowKind = "pairs"
@@ -188,7 +188,7 @@ def _value(key: str, each: Sequence[Any], device: torch.device | str) -> Any:
 
 
 def head_size(config: Any) -> int:
-    """How many numbers each agent's head computes by a configuration; 0 if the objective does not use heads."""
+    """The size of each agent's head by a configuration; 0 if the objective does not use heads."""
     if config.objective in ("auto", SFT) or not objective_of(config.objective, [config]).needs.head:
         return 0
     return config.num_labels or 1

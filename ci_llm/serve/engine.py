@@ -82,7 +82,7 @@ class Job:
         prompt: the token ids of the prompt.
         number: the number of the text in its request, which keys the generator of a sample.
         outbox: the list of events that the engine sends once per step.
-        cancelled: whether the client has gone.
+        cancelled: true if the client has gone.
         open: the requests to the decoder that have not ended.
         arrived, admitted, first, last: the times of arrival, of leaving the queue, and of the first and the last token,
             by `time.monotonic`.
@@ -99,7 +99,7 @@ class Job:
     first: float = 0.0
     last: float = 0.0
 
-    #: Whether it writes an answer of its own.
+    #: True if it writes an answer of its own.
     writes: bool = True
 
     def tell(self, event: Event) -> None:
@@ -129,7 +129,7 @@ class TextJob(Job):
     Attributes:
         lines: the tokens that were not sent yet.
         pieces: the text that was not sent yet.
-        stopped: whether a stop string has ended the text.
+        stopped: true if a stop string has ended the text.
         text: the text so far.
         request: the request to the decoder.
     """
@@ -343,7 +343,7 @@ class Engine(threading.Thread):
 
     @property
     def is_ready(self) -> bool:
-        """Whether new texts are accepted."""
+        """True if new texts are accepted."""
         return self.is_alive() and not self._stopping
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -40,11 +40,11 @@ _STARTS: Final = aiohttp.ClientTimeout(total=60, connect=10)
 
 @dataclass(frozen=True)
 class Text:
-    """What one agent wrote.
+    """The text that one agent wrote.
 
     Attributes:
         ids: its token ids, with the end token if it has one.
-        is_complete: whether the text ended by itself or at a stop string, and not at a length limit.
+        is_complete: true if the text ended by itself or at a stop string, and not at a length limit.
         log_probability: the agent's own log-probability of the text, in nats.
     """
 
@@ -151,7 +151,7 @@ class RemoteAgents:
 
     @property
     def is_ready(self) -> bool:
-        """Whether new texts are accepted."""
+        """True if new texts are accepted."""
         return not self._engine.session.closed
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -84,7 +84,7 @@ def _text_of(content: Any) -> Any:
 
 
 def tells_several(given: Any) -> bool:
-    """Whether the field `prompt` is a list of prompts, and not a string or token ids."""
+    """True if the field `prompt` is a list of prompts, and not a string or token ids."""
     return isinstance(given, list) and (not given or isinstance(given[0], str | list))
 
 
@@ -191,7 +191,7 @@ class ChatBody(Body):
 
     @property
     def top(self) -> int | None:
-        """How many of the most probable tokens come with each token; None for no log-probabilities at all."""
+        """The number of the most probable tokens that come with each token; None for no log-probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -346,7 +346,7 @@ class Served:
         calibration: the crowd's calibration, if any.
         aggregators: the aggregators that a request may name, the default first.
         defaults: the field `ci_llm` of requests to the crowd that do not set it.
-        has_base: whether the base is served too.
+        has_base: true if the base is served too.
     """
 
     prompter: Prompter
@@ -437,12 +437,12 @@ class Call:
 
     @property
     def votes(self) -> bool:
-        """Whether the crowd decides between whole texts."""
+        """True if the crowd decides between whole texts."""
         return self.who is None and find_vote(self.decoding.aggregator) is not None
 
     @property
     def decides_at_the_end(self) -> bool:
-        """Whether nothing can be shown before the whole text is there."""
+        """True if nothing can be shown before the whole text is there."""
         return self.votes or self.own.minimum_confidence is not None
 
 
@@ -561,7 +561,7 @@ def _own(body: AnyBody, served: Served) -> Own:
 
 
 def uncalibrated(calibration: Calibration | None, aggregator: str) -> str | None:
-    """Why there is no calibrated probability for this aggregator; None if there is one."""
+    """The reason why there is no calibrated probability for this aggregator; None if there is one."""
     if calibration is None:
         return "this crowd has no calibration: ci-llm evaluate RUN --calibrate makes one"
     if calibration.aggregator != aggregator:

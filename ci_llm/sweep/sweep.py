@@ -41,7 +41,7 @@ class Record:
         spaces: the spaces as plain values.
         keys: the keys of the sweep, with values in place of auto.
         config: the settings that all trials share.
-        is_complete: whether nothing is left to train.
+        is_complete: true if nothing is left to train.
     """
 
     spaces: Mapping[str, Any]

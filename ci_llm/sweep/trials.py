@@ -63,7 +63,7 @@ class Segment:
         number: 1, 2, ... in the order in which segments are trained.
         rung: the rung at whose end the trials are scored.
         trials: the ids of the trials; the first one is agent 0.
-        is_over: whether the trials were scored.
+        is_over: true if the trials were scored.
     """
 
     number: int
@@ -165,7 +165,7 @@ class Standings:
         """The trials of the next segment, when none is open; None: the sweep is complete.
 
         Args:
-            exhausted: whether the spaces have no new settings left.
+            exhausted: true if the spaces have no new settings left.
         """
         plan = self.plan
         missing = plan.trials - len(self.ranked(0))

@@ -50,7 +50,7 @@ def _separator(file: Path) -> str:
 
 
 def _has_spaces_behind(file: Path, separator: str) -> bool:
-    """Whether a space follows every separator of the header: then it belongs to no name, and to no value either."""
+    """True if a space follows every separator of the header: then it belongs to no name, and to no value either."""
     others = next(iter(_first_rows(file, separator, 1)), [])[1:]
     return bool(others) and all(name.startswith(" ") for name in others)
 

@@ -66,7 +66,7 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _is_incomplete(text: str) -> bool:
-    """Whether a value begins in this line and continues in the next one."""
+    """True if a value begins in this line and continues in the next one."""
     try:
         DECODER.decode(text)
     except json.JSONDecodeError as error:
