@@ -20,6 +20,19 @@ RECIPE = re.compile(r"<!-- recipe: (\S+) -->\n```python\n(.*?)```", re.DOTALL)
 
 #: What a user does with each recipe: what loads no torch, and the rest.
 USES = {
+    "objectives/margin.py": (
+        """
+from ci_llm.config import load_config
+config = load_config(None, ["objective=margin"])
+""",
+        """
+import torch
+from ci_llm.objectives import Evidence, objective_of
+objective = objective_of(config.objective, [config])
+losses = objective.losses(Evidence(torch.tensor([[-2.0, -6.0, -4.0, -4.0]]), torch.tensor([2, 2, 2, 2])))
+assert losses.tolist() == [[0.0, 1.0]], losses
+""",
+    ),
     "diversity/spread.py": (
         """
 from ci_llm.config import load_config
