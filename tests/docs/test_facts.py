@@ -93,3 +93,28 @@ def test_the_package_says_in_its_first_sentence_what_the_readme_says() -> None:
     for text in (str(ci_llm.__doc__), metadata, page("mkdocs.yml")):
         assert sentence in text
     assert "fused pass" not in page("README.md") + page("CITATION.cff") + metadata
+
+
+def rows_of(name: str, start: str) -> dict[str, list[list[float]]]:
+    """The rows of the first table behind `start`: title -> the numbers of each cell."""
+    table = (ROOT / name).read_text(encoding="utf-8").partition(start)[2].partition("\n| ")[2].partition("\n\n")[0]
+    cells = [line.strip("|").split("|") for line in table.splitlines()[2:]]
+    return {
+        first.strip(): [[float(n) for n in re.findall(r"\d\.\d+", cell)] for cell in rest] for first, *rest in cells
+    }
+
+
+@pytest.mark.parametrize(
+    ("here", "recorded"),
+    [
+        ("crowd, four passes", "the crowd"),
+        ("`distilled`", "distilled"),
+        ("`svd`", "`svd`"),
+        ("an agent, mean of four", "agents, mean of 4"),
+        ("one longer agent, four times the steps", "one agent, 1,040 steps"),
+    ],
+)
+def test_the_recipe_of_one_adapter_has_the_recorded_figures(here: str, recorded: str) -> None:
+    _, rows_100, rows_400, _ = rows_of("benchmarks/README.md", "## Every way to answer")[recorded]
+    told = rows_of("docs/recipes/jobs.md", "## One adapter from a crowd")[here]
+    assert told == [[round(n, 3) for n in cell] for cell in (rows_100, rows_400)]
