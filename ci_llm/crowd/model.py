@@ -62,7 +62,7 @@ class CrowdOutput:
 
 @dataclass
 class _Shared:
-    """The common part of the passes over one micro-batch: the cast head, and each batch's log-probabilities by the base."""
+    """The common part of the passes over one micro-batch: the cast head, and the base's log-probabilities."""
 
     head: passes.Head | None = None
     references: dict[int, Tensor] = field(default_factory=dict)
