@@ -44,7 +44,7 @@ from ci_llm.agents.agent import Training
 from ci_llm.base.targets import Layers, peft_targets
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.objective import NextToken
 from ci_llm.data.batches import Batch, padded
 from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.processes import Processes
@@ -87,7 +87,7 @@ class Ours:
         accelerator = self.processes.accelerator
         self.prepared = prepared(before, accelerator, self.crowd, optimizer, None)
         self.passes = TrainingPasses(
-            accelerator, self.prepared.model, self.crowd, Objective(), self.config.seed, loss_scale=None, tick=int
+            accelerator, self.prepared.model, self.crowd, NextToken(), self.config.seed, loss_scale=None, tick=int
         )
         for agent in self.crowd.agents:
             agent.training = Training(lambda _: LEARNING_RATE, 0.0, MAX_NORM, course=None)  # type: ignore[arg-type]

@@ -283,7 +283,7 @@ CAPS = {
     "cluster": 755,
     "config": 2269,
     "core": 1508,
-    "crowd": 4826,
+    "crowd": 4739,
     "data": 3312,
     "distributed": 654,
     "dry_run": 801,

@@ -42,9 +42,9 @@ config = load_config(None, ["diversity=spread"])
 from types import SimpleNamespace
 import torch
 from ci_llm.crowd.model import CrowdOutput
-from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.objective import NextToken
 log_probs, batch = torch.tensor([[-1.0, -2.0], [-3.0, -2.0]]), SimpleNamespace(num_targets=2)
-loss = Objective(config.diversity, weight=0.5)(CrowdOutput((0, 1), batch, log_probs, log_probs), 0)
+loss = NextToken(config.diversity, weight=0.5)(CrowdOutput((0, 1), batch, log_probs, log_probs), 0)
 assert (loss.diversity.item(), loss.total.item()) == (0.5, 7.5), loss
 """,
     ),

@@ -13,9 +13,8 @@ from ci_llm.cli.command import parser_of, print_error
 from ci_llm.errors import BadInput, ConfigError, DataError
 
 if TYPE_CHECKING:
-    from ci_llm.crowd.asking import Answer
+    from ci_llm.crowd.asking import Answer, Stream
     from ci_llm.crowd.crowd import Crowd
-    from ci_llm.crowd.generation import Stream
 
 _COMMON = ("--system", "--temperature", "--seed", "--aggregator", "--max-new-tokens")
 

@@ -16,7 +16,7 @@ from ci_llm.errors import ConfigError
 
 if TYPE_CHECKING:
     from ci_llm.crowd.asking import Answer
-    from ci_llm.crowd.text_scores import TextScore
+    from ci_llm.crowd.judging import TextScore
 
 _COMMON = ("--file", "--json", "--agents", "--temperature", "--max-new-tokens")
 

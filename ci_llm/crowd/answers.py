@@ -97,7 +97,7 @@ def token_uncertainty(log_probs: Tensor, crowd: Tensor, chosen: Tensor, *, is_me
         log_probs: [K, B, V] the agents' log-probabilities.
         crowd: [B, V] the aggregated log-probabilities that the tokens were chosen from.
         chosen: [B] token ids.
-        is_mean: whether `crowd` is the log of the agents' mean probabilities, which then is not computed again.
+        is_mean: True if `crowd` is the log of the agents' mean probabilities, which then is not computed again.
     """
     picked = crowd.gather(-1, chosen[:, None]).squeeze(-1)
     return torch.stack([picked, *decompose(log_probs, crowd if is_mean else None)])

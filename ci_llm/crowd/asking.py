@@ -1,27 +1,50 @@
-"""Prompts as text to answers as text, each with how sure the crowd is of it.
+"""Prompts to answers, whole or piece by piece, each with how sure the crowd is of it.
 
-Legend: K agents.
+A prompt is a text, a chat, or a row of a batch of tensors.
+
+Legend: K agents, N rows of at most L tokens, T new tokens.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import queue
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypedDict, Unpack
+from types import TracebackType
+from typing import Any, Final, Generic, TypedDict, TypeVar, Unpack
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 
 from ci_llm.crowd import generation
 from ci_llm.crowd.aggregators import find_vote
 from ci_llm.crowd.answers import TokenUncertainty, Uncertainty, agreement, calibrated, of_text, signals
 from ci_llm.crowd.decoding import Decoding, Generated, TokenIds, ends_of_base, free_positions
 from ci_llm.crowd.model import CrowdModel
+from ci_llm.data.batches import Batch, Packable, in_order
+from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompt, Prompter
 from ci_llm.errors import BadInput, ModelError
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 _DRAWING: Final = ("temperature", "top_p", "top_k")
+
+
+#: The character in decoded text for bytes that are not a complete character.
+_INCOMPLETE = "\ufffd"
+#: How many tokens are decoded again with new ones, because a token's text may depend on those before it.
+_WINDOW: Final = 16
+#: A token that stands for one byte, as in Llama 2's vocabulary: several in a row are decoded together.
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class Choices(TypedDict, total=False):
@@ -51,9 +74,9 @@ class Answer(Uncertainty):
             there are no own answers.
         probability_right: the calibrated probability that the answer is right; None without a calibration, and with
             another aggregator than the calibration's.
-        abstained: whether `probability_right` is below `abstain_below`, so that the answer should not be given.
+        abstained: True if `probability_right` is below `abstain_below`, so that the answer should not be given.
         agents_asked: how many agents wrote the answer: K, or 0 for a base alone.
-        complete: whether the crowd or a stop string ended the answer; False if `max_new_tokens` or the base's
+        complete: True if the crowd or a stop string ended the answer; False if `max_new_tokens` or the base's
             positions cut it.
         tokens: how sure the crowd was of each token.
     """
@@ -152,7 +175,7 @@ def answers(
     yield from _Asking(crowd, prompts, options, batch_size).answers(include_agents=include_agents)
 
 
-def stream(crowd: CrowdModel, prompt: Prompt, options: Decoding) -> generation.Stream[Answer]:
+def stream(crowd: CrowdModel, prompt: Prompt, options: Decoding) -> Stream[Answer]:
     """Answer one prompt piece by piece; see `Crowd.stream`. Votes and abstentions come in one piece."""
     asking = _Asking(crowd, [prompt], options, 1)
     whole = find_vote(options.aggregator) is not None or options.abstain_below is not None
@@ -164,7 +187,7 @@ def stream(crowd: CrowdModel, prompt: Prompt, options: Decoding) -> generation.S
             if answer.answer and not answer.abstained:
                 emit(answer.answer)
             return answer
-        text = generation.TextSoFar(asking.prompter.tokenizer, options.stop_strings, emit)
+        text = TextSoFar(asking.prompter.tokenizer, options.stop_strings, emit)
         (found,) = asking.generated(asking.places, uncertainty=True, is_over=text.update)
         text.finish(found.crowd[0])
         return asking.answer(0, found)
@@ -172,7 +195,162 @@ def stream(crowd: CrowdModel, prompt: Prompt, options: Decoding) -> generation.S
     kind = crowd.device.type
     # Autocast is a state of the thread, so the caller's is passed on.
     autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
-    return generation.Stream(autocast(produce))
+    return Stream(autocast(produce))
+
+
+def stop_strings_of(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """One stop string, several or None, as a tuple.
+
+    Raises:
+        BadInput: one is empty: every text would end before it begins.
+    """
+    strings = (given,) if isinstance(given, str) else tuple(given or ())
+    if "" in strings:
+        raise BadInput("a stop string is empty", where="stop_strings", hint="leave it out")
+    return strings
+
+
+def cut(text: str, stop_strings: Sequence[str]) -> str:
+    """The text before the first stop string in it."""
+    found = [at for at in (text.find(string) for string in stop_strings) if at >= 0]
+    return text[: min(found)] if found else text
+
+
+def held_back(text: str, stop_strings: Sequence[str]) -> int:
+    """The length of the longest end of `text` with which a stop string begins, or 0."""
+    longest = max(map(len, stop_strings), default=1) - 1
+    lengths = range(min(longest, len(text)), 0, -1)
+    return next((n for n in lengths if any(string.startswith(text[-n:]) for string in stop_strings)), 0)
+
+
+class TextSoFar:
+    """The text of an answer that still grows, emitted in pieces whose sum is the whole text.
+
+    A piece has whole characters only, and nothing that a stop string may still cut off.
+
+    Args:
+        tokenizer: decodes the ids; special tokens are left out.
+        stop_strings: the text ends before the first of them.
+        emit: called with each piece.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_strings: Sequence[str],
+        emit: Callable[[str], None] = lambda piece: None,
+    ) -> None:
+        self._tokenizer, self._stop_strings, self._emit = tokenizer, stop_strings, emit
+        self._emitted = ""
+        self._start, self._read, self._before, self._context = 0, 0, "", ""
+
+    def update(self, ids: Sequence[int]) -> bool:
+        """Emit the text that further ids cannot change; True if a stop string is in it."""
+        text = self._so_far(self._settled(ids)).rstrip(_INCOMPLETE)
+        kept = cut(text, self._stop_strings)
+        if len(kept) < len(text):
+            self._advance(kept)
+            return True
+        if self._tokenizer.clean_up_tokenization_spaces:  # a sign that follows takes the space away
+            text = text[: max(0, text.rfind(" "))]
+        self._advance(text[: len(text) - held_back(text, self._stop_strings)])
+        return False
+
+    def _so_far(self, ids: Sequence[int]) -> str:
+        """The text of all ids, of which only the last are decoded: decoding all every time would take T² steps."""
+        fresh = self._decode(ids[self._start :])
+        text = self._before + fresh[len(self._context) :]
+        is_settled = not fresh.endswith(_INCOMPLETE) and not self._tokenizer.clean_up_tokenization_spaces
+        if not is_settled or len(ids) - self._read < _WINDOW:
+            return text
+        context = self._decode(ids[self._read :])
+        if context.strip():
+            self._start, self._read, self._before, self._context = self._read, len(ids), text, context
+        return text
+
+    def finish(self, ids: Sequence[int]) -> None:
+        """Emit the rest of the text of all ids."""
+        self._advance(cut(self._decode(ids), self._stop_strings))
+
+    def _advance(self, text: str) -> None:
+        if len(text) > len(self._emitted):
+            self._emit(text[len(self._emitted) :])
+            self._emitted = text
+
+    def _settled(self, ids: Sequence[int]) -> Sequence[int]:
+        """The ids without the byte tokens at their end, whose characters one more byte may change."""
+        end = len(ids)
+        while end and _BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(int(ids[end - 1])))):
+            end -= 1
+        return ids[:end]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+class Stream(Generic[T]):
+    """An iterator over the pieces of a text that a thread produces, with a result at the end.
+
+    Args:
+        produce: runs in the thread. Its arguments are a function that takes a piece, and one that says whether to stop.
+
+    The thread stops when the iterator is closed: by `close`, at the end of a `with` block, or by garbage collection.
+    """
+
+    def __init__(self, produce: Callable[[Callable[[str], None], Callable[[], bool]], T]) -> None:
+        pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        stopping = threading.Event()
+        outcome = Future[T]()
+
+        def run() -> None:
+            # The thread holds no reference to the iterator, so the iterator can be collected while the thread runs.
+            try:
+                outcome.set_result(produce(pieces.put, stopping.is_set))
+            except BaseException as error:  # noqa: BLE001 - raised again in the thread that iterates
+                outcome.set_exception(error)
+            finally:
+                pieces.put(None)
+
+        self._pieces, self._stopping, self._outcome = pieces, stopping, outcome
+        self._thread = threading.Thread(target=run, name="ci_llm answer", daemon=True)
+        self._thread.start()
+
+    @property
+    def result(self) -> T:
+        """The result of `produce`; this waits for the thread's end.
+
+        Raises:
+            Exception: what the thread raised.
+        """
+        self._thread.join()
+        return self._outcome.result()
+
+    def close(self) -> None:
+        """Ask the thread to stop after the current token, and wait for it."""
+        self._stopping.set()
+        self._thread.join()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        if self._thread.is_alive() or not self._pieces.empty():
+            piece = self._pieces.get()
+            if piece is not None:
+                return piece
+        _ = self.result
+        raise StopIteration
+
+    def __enter__(self) -> Stream[T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self._stopping.set()
 
 
 class _Asking:
@@ -215,11 +393,11 @@ class _Asking:
         return (self.answer(*each) for each in zip(self.places, found, strict=True))
 
     def _has_stopped(self, ids: TokenIds) -> bool:
-        return generation.TextSoFar(self.prompter.tokenizer, self.options.stop_strings).update(ids)
+        return TextSoFar(self.prompter.tokenizer, self.options.stop_strings).update(ids)
 
     def texts(self, all_ids: Iterable[TokenIds]) -> list[str]:
         """The texts of token ids, each cut before the first stop string in it."""
-        return [generation.cut(self.prompter.text(ids), self.options.stop_strings) for ids in all_ids]
+        return [cut(self.prompter.text(ids), self.options.stop_strings) for ids in all_ids]
 
     def answer(self, place: int, found: Generated) -> Answer:
         """The answer to the prompt at this place."""
@@ -254,3 +432,77 @@ def _require_calibration(crowd: CrowdModel, aggregator: str) -> None:
             where="abstain_below",
             hint=f"take {found.aggregator}, or: ci-llm evaluate RUN --calibrate aggregator={aggregator}",
         )
+
+
+# Batches of tensors, as a data collator of Transformers makes them
+
+TokenBatch = Tensor | Mapping[str, Tensor]
+_IGNORED = -100  # in labels, as everywhere
+
+
+def is_tokens(given: object) -> bool:
+    """True if these are token ids, as a tensor or a batch, and not texts."""
+    return isinstance(given, Tensor) or (isinstance(given, Mapping) and "input_ids" in given)
+
+
+def token_rows(batch: TokenBatch) -> list[Example]:
+    """The rows of a batch without their padding, for `pack`.
+
+    Args:
+        batch: ids [N, L]; or `input_ids` [N, L], with `attention_mask` [N, L] where rows are padded, at either end, and
+            `labels` [N, L], -100 where a token is not counted.
+
+    Raises:
+        BadInput: one of them is not a tensor, has another shape, or does not hold whole numbers.
+    """
+    given: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+    ids = given["input_ids"]
+    beside = [given[name] for name in ("attention_mask", "labels") if name in given]
+    is_batch = isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point()
+    if not is_batch or any(not isinstance(each, Tensor) or each.shape != ids.shape for each in beside):
+        raise BadInput(
+            "a batch is input_ids [N, L] of whole numbers, with attention_mask and labels of the same shape",
+            where=f"input_ids {list(ids.shape)}, {ids.dtype}" if isinstance(ids, Tensor) else "input_ids, a list",
+            hint='give tokenizer(texts, return_tensors="pt", padding=True)',
+        )
+    mask, labels = given.get("attention_mask", torch.ones_like(ids)), given.get("labels", ids)
+    found = []
+    for row, kept, label in zip(ids.cpu(), mask.bool().cpu(), labels.cpu(), strict=True):
+        if not kept.any():
+            raise BadInput("a row of the batch has no token", where="attention_mask", hint="leave the row out")
+        counted = (label[kept] != _IGNORED).numpy()
+        counted[:1] = False  # nothing comes before the first token
+        found.append(Example(row[kept].numpy().astype(np.int32), counted))
+    return found
+
+
+def continued(crowd: CrowdModel, batch: TokenBatch, options: Decoding, batch_size: int, *, details: bool) -> Tensor:
+    """The ids [N, T] that follow each row, without the end of the answer; short ones are padded by `pad_id`.
+
+    Raises:
+        BadInput: an option needs prompts as texts.
+    """
+    if details or options.stop_strings or options.abstain_below is not None:
+        only = "give prompts as texts for details, stop_strings and abstain_below"
+        raise BadInput("of a batch of tensors only token ids come back", where="Crowd.generate", hint=only)
+    rows = [row.input_ids.tolist() for row in token_rows(batch)]
+    if rows:
+        free_positions(crowd.model, rows)
+    found = generation.generate_each(crowd, enumerate(rows), generation.Wanted(options), batch_size)
+    ids = [torch.tensor(each.crowd[0], dtype=torch.long) for each in found]
+    return pad_sequence(ids, batch_first=True, padding_value=crowd.pad_id) if ids else torch.zeros(0, 0).long()
+
+
+def answered_rows(crowd: CrowdModel, prompts: Sequence[Prompt], answers: str | Sequence[str]) -> list[Example]:
+    """Tokenised rows of each prompt with its answer."""
+    given = [answers] if isinstance(answers, str) else list(answers)
+    if len(prompts) != len(given):
+        raise BadInput(f"{len(prompts)} prompts and {len(given)} answers", where="answers", hint="give one for each")
+    prompter = prompter_of(crowd)
+    return [prompter.row(prompt, answer) for prompt, answer in zip(prompts, given, strict=True)]
+
+
+def batches_of(rows: Sequence[Packable], batch_size: int) -> Iterator[Batch]:
+    if batch_size < 1:
+        raise BadInput("batch_size must be at least 1", where="batch_size", hint="give 1 or more")
+    return in_order(rows, batch_size)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from ci_llm.agents.as_peft import peft_model
+from ci_llm.agents.as_peft import adapter_config, peft_model
+from ci_llm.base.load import fingerprint_of
 from ci_llm.base.quantized import stored_quantization
-from ci_llm.crowd import generation, route, text_scores
-from ci_llm.crowd.asking import Answer, Choices, answers, options_of, stream, texts
+from ci_llm.crowd import asking, generation, route, scoring
+from ci_llm.crowd.asking import Answer, Choices, Stream, TokenBatch, options_of, stop_strings_of
+from ci_llm.crowd.judging import TextScore, score_texts
 from ci_llm.crowd.model import CrowdModel
-from ci_llm.crowd.pretrained import Pretrained, open_pretrained, save_crowd
-from ci_llm.crowd.text_scores import TextScore, TokenBatch, score_texts
-from ci_llm.data.prompts import Prompt, prompts_of
+from ci_llm.crowd.pretrained import Pretrained, class_names, default_names, open_pretrained, write_crowd
+from ci_llm.data.prompts import Prompt, prompts_of, tokenizer_files
+from ci_llm.distributed.precision import DTYPES
 from ci_llm.errors import ModelError
 
 if TYPE_CHECKING:
@@ -40,11 +42,11 @@ class Crowd(CrowdModel):
         prompter: formats prompts for `generate`; None until it is set.
         calibration: what validation rows say about the answers; None until `ci-llm evaluate --calibrate`.
         learned: the numbers for aggregators with learned weights, from the calibration.
-        common_start: whether all agents began with the same weights, so that the mean of their weights is an agent.
+        common_start: True if all agents began with the same weights, so that the mean of their weights is an agent.
         names: the agents' folders in a checkpoint, agent0, agent1, ...; a run that stops agents leaves gaps. Empty
             for a base alone.
         classes: the names of the classes, for agents that classify texts.
-        reads_pairs: whether heads were trained on pairs, and judge answers.
+        reads_pairs: True if heads were trained on pairs, and judge answers.
         start: [K, P] the weights with which agents are compared in training; None for the base alone.
 
     Raises:
@@ -76,7 +78,8 @@ class Crowd(CrowdModel):
         crowd = cls(saved.base.model, saved.settings, saved.base.name, saved.base.pad_id)
         crowd.prompter, crowd.common_start, crowd.names = saved.prompter, saved.common_start, saved.names
         crowd.calibration, crowd.learned = saved.calibration, saved.learned
-        crowd.know_heads(saved.meta.get("head", {}))
+        heads = saved.meta.get("head", {})
+        crowd.classes, crowd.reads_pairs = class_names(heads), heads.get("reads") == "pairs"
         for k, tensors in enumerate(saved.agents):
             crowd.agents[k].load_state_dict(tensors, saved.source)
         return crowd.eval()
@@ -98,7 +101,45 @@ class Crowd(CrowdModel):
         Raises:
             ModelError: the folder exists. CheckpointError: it cannot be written.
         """
-        save_crowd(self, Path(folder))
+        tokenizer = tokenizer_files(self.prompter.tokenizer) if self.prompter else {}
+        meta = self.meta(fingerprint_of(self.model))
+        write_crowd(Path(folder), self.adapter_files(), meta, tokenizer, calibration=self.calibration)
+
+    def meta(self, fingerprint: str) -> dict[str, Any]:
+        """The content of `ci_llm_meta_config.json`, from which this crowd can be built again.
+
+        Args:
+            fingerprint: the fingerprint of the base, see `fingerprint_of`.
+        """
+        sizes, stored = self.storage.sizes, stored_quantization(self.model.config)
+        return {
+            "num_agents": self.num_agents,
+            "base_model_name_or_path": self.base_name,
+            "base_fingerprint": fingerprint,
+            "base_dtype": next(name for name, dtype in DTYPES.items() if dtype == self.model.dtype),
+            "prompt_form": self.prompter.form if self.prompter else "chat",
+            "common_start": self.common_start,
+            "lora": self.settings.to_dict(),
+            **({"head": self._head_facts} if self.settings.outputs else {}),
+            **({"folders": self.names} if self.names != default_names(self.num_agents) else {}),
+            "parameters_per_agent": sizes if len({*sizes}) > 1 else sizes[0],
+            **({} if stored is None else {"quantization": stored}),
+        }
+
+    @property
+    def _head_facts(self) -> dict[str, Any]:
+        """The facts about heads in `meta`: what they read, and the names of the classes as in Transformers."""
+        named = {"id2label": {str(number): name for number, name in enumerate(self.classes)}} if self.classes else {}
+        return {"reads": "pairs" if self.reads_pairs else "texts", "num_labels": self.settings.outputs, **named}
+
+    def adapter_files(self) -> dict[str, Any]:
+        """Every agent in PEFT's layout: file names without endings -> tensors or JSON."""
+        files: dict[str, Any] = {}
+        alike = adapter_config(self.model, self.storage, self.agents[0], self.base_name)
+        for agent, name in zip(self.agents, self.names, strict=False):
+            own = adapter_config(self.model, self.storage, agent, self.base_name) if self.settings.agents else alike
+            files |= {f"{name}/adapter_model": agent.state_dict(), f"{name}/adapter_config": own}
+        return files
 
     def __getitem__(self, agent: int) -> PeftModel:
         """One agent as a plain PEFT model, for sequence classification if it has a head.
@@ -140,7 +181,7 @@ class Crowd(CrowdModel):
             BadInput: there is not one answer for each prompt, or a tensor has another shape.
             ModelError: this crowd has no `prompter`.
         """
-        return text_scores.log_probs(self, prompts, answers, batch_size)
+        return scoring.log_probs(self, prompts, answers, batch_size)
 
     def score(
         self,
@@ -161,7 +202,7 @@ class Crowd(CrowdModel):
             batch_size: texts at a time.
 
         Returns:
-            for each text a `ci_llm.crowd.text_scores.TextScore`: `scores` of the agents, `mean`, `std`, `lower`; for
+            for each text a `ci_llm.crowd.judging.TextScore`: `scores` of the agents, `mean`, `std`, `lower`; for
             classes also `label` and `probabilities`.
 
         Raises:
@@ -190,7 +231,7 @@ class Crowd(CrowdModel):
         Raises:
             BadInput, ModelError: as `log_probs`.
         """
-        return text_scores.disagreement(self, prompts, answers, batch_size)
+        return scoring.disagreement(self, prompts, answers, batch_size)
 
     @overload
     def generate(
@@ -220,32 +261,23 @@ class Crowd(CrowdModel):
         self,
         prompts: Prompt | Sequence[Prompt] | TokenBatch,
         *,
-        max_new_tokens: int = 256,
-        aggregator: str = "probability",
-        do_sample: bool = False,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int | None = None,
-        seed: int | None = None,
+        details: bool = False,
         stop_strings: str | Sequence[str] | None = (),
         batch_size: int = 16,
-        abstain_below: float | None = None,
-        details: bool = False,
+        **choices: Unpack[Choices],
     ) -> list[str] | list[Answer] | Tensor:
         """Answer each prompt. Every token is chosen from the aggregated distribution of all agents.
 
         Args:
             prompts: a string or a chat (messages with "role" and "content"), or a list of them, worded as in training;
                 or a batch of tensors: `input_ids` [N, L], with `attention_mask` [N, L] where rows are padded.
-            max_new_tokens: at most so many tokens per answer.
-            aggregator: one of `ci_llm.crowd.aggregators`, such as probability, logit or rerank.
-            do_sample: draw tokens by `temperature`, `top_k` and `top_p`; otherwise, and with `temperature=0`, take
-                the most probable one.
-            seed: the seed of sampling; None takes another one in each call.
+            details: also say how sure the crowd is, and let each agent answer alone.
             stop_strings: an answer ends before the first of these strings.
             batch_size: prompts answered at a time; the memory for keys and values grows with it.
-            abstain_below: give no answer, "", that is right with a lower probability; needs a calibration.
-            details: also say how sure the crowd is, and let each agent answer alone.
+            **choices: how tokens are chosen, by the names and defaults of `ci_llm.crowd.decoding.Decoding`:
+                `max_new_tokens` (256), `aggregator` ("probability"), `do_sample` (False), `temperature`, `top_p`,
+                `top_k`, `seed` and `abstain_below`. With `temperature=0` the most probable token is taken, and without
+                a seed each call takes another one.
 
         Returns:
             one answer per prompt, in order: a string, or with `details` a `ci_llm.crowd.asking.Answer`. For a batch of
@@ -255,26 +287,15 @@ class Crowd(CrowdModel):
             ModelError: this crowd has no `prompter`; `from_pretrained` gives it one.
             BadInput: a value is out of range, or a prompt cannot be used.
         """
-        options = options_of(
-            self,
-            generation.stop_strings_of(stop_strings),
-            abstain_below=abstain_below,
-            max_new_tokens=max_new_tokens,
-            aggregator=aggregator,
-            do_sample=do_sample,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-        )
-        if text_scores.is_tokens(prompts):
-            return text_scores.continued(self, prompts, options, batch_size, details=details)  # type: ignore[arg-type]
+        options = options_of(self, stop_strings_of(stop_strings), **choices)
+        if asking.is_tokens(prompts):
+            return asking.continued(self, prompts, options, batch_size, details=details)  # type: ignore[arg-type]
         how = (self, prompts_of(prompts), options, batch_size)  # type: ignore[arg-type]
-        return list(answers(*how)) if details else texts(*how)
+        return list(asking.answers(*how)) if details else asking.texts(*how)
 
     def stream(
         self, prompt: Prompt, *, stop_strings: str | Sequence[str] | None = (), **choices: Unpack[Choices]
-    ) -> generation.Stream[Answer]:
+    ) -> Stream[Answer]:
         """Answer one prompt piece by piece: `for piece in crowd.stream(prompt): print(piece, end="", flush=True)`.
 
         The pieces together are the answer that `generate` gives. They come from a thread, which ends with the loop,
@@ -291,6 +312,6 @@ class Crowd(CrowdModel):
         Raises:
             ModelError, BadInput: as `generate`.
         """
-        return stream(self, prompt, options_of(self, generation.stop_strings_of(stop_strings), **choices))
+        return asking.stream(self, prompt, options_of(self, stop_strings_of(stop_strings), **choices))
 
     generate_ids = generation.generate_ids

@@ -30,8 +30,14 @@ from ci_llm.crowd.card import ADAPTER, MODELFILE, CardFacts, Kind, adapter_card,
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.distilling import CONTROL, distil
 from ci_llm.crowd.merging import DISTILLED, Adapter, Distillation, Merge, merge_into_base, merged, settings_of
-from ci_llm.crowd.model import class_names, default_names
-from ci_llm.crowd.pretrained import Pretrained, open_pretrained, require_free, write_crowd
+from ci_llm.crowd.pretrained import (
+    Pretrained,
+    class_names,
+    default_names,
+    open_pretrained,
+    require_free,
+    write_crowd,
+)
 from ci_llm.crowd.scoring import score
 from ci_llm.data.batches import in_order, pack
 from ci_llm.data.encoder import Example
@@ -56,7 +62,7 @@ class Comparison:
 
     Attributes:
         rows: how many rows were scored.
-        trained_on: whether none, some or all of them were trained on.
+        trained_on: how many of them were trained on: none, some or all.
         scores: (exact match, NLL): the share of rows whose whole solution greedy decoding reproduces, for heads of
             right classes or pairs; and nats per target token, for heads the loss of a row.
         objective: what the agents were trained for; see `measured_as`.

@@ -2,39 +2,43 @@
 
 If the base reads packed rows, the decoder (`ci_llm.crowd.decoder`) writes all texts. For each prompt it writes a text
 of the crowd, and on request one of each agent alone; they share the pass over the prompt. A prompt whose texts have
-ended makes place for the next one. Other bases keep Transformers' `generate` (`ci_llm.crowd.padded`). In a vote each
-agent writes a text, all agents read every text, and one of the texts wins.
+ended makes place for the next one. In a vote each agent writes a text, all agents read every text, and one of the texts
+wins.
 
-Legend: K agents, B prompts, n texts that each agent draws for a vote.
+For other bases Transformers' own `generate` manages cache, positions and padding. Every prompt is in the batch once per
+agent, agent-major as the stacked adapters expect, and once more for each text that an agent writes alone. A logits
+processor replaces the K distributions of a row by the token that the crowd chose, so that all K copies of the row
+continue with the same text. A batch ends with its longest text.
+
+Legend: K agents, B prompts, n texts that each agent draws for a vote, F rows that each agent writes alone, S rows of
+the crowd, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-import queue
-import re
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import islice
-from types import TracebackType
-from typing import Any, Final, Generic, TypeVar
+from itertools import chain, islice
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from ci_llm.crowd.aggregators import aggregate, find_vote, is_mean
 from ci_llm.crowd.answers import TokenUncertainty, of_text, token_uncertainty, tokens_of
 from ci_llm.crowd.decoder import Decoder, decodes
 from ci_llm.crowd.decoding import (
+    Chosen,
     Decoding,
     Generated,
     Request,
     TokenIds,
+    choose,
     free_positions,
     generate_key,
     vote_key,
@@ -42,177 +46,10 @@ from ci_llm.crowd.decoding import (
 )
 from ci_llm.crowd.metrics import AnswerStyle, final_answer
 from ci_llm.crowd.model import CrowdModel
-from ci_llm.crowd.padded import as_in_generation, is_padding_invariant, write_batch
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompter
-from ci_llm.errors import BadInput
-from ci_llm.lora.passes import describe_error, unusable_base
-
-T = TypeVar("T")
-
-#: The character in decoded text for bytes that are not a complete character.
-_INCOMPLETE = "\ufffd"
-#: How many tokens are decoded again with new ones, because a token's text may depend on those before it.
-_WINDOW: Final = 16
-#: A token that stands for one byte, as in Llama 2's vocabulary: several in a row are decoded together.
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-
-
-def stop_strings_of(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """One stop string, several or None, as a tuple.
-
-    Raises:
-        BadInput: one is empty: every text would end before it begins.
-    """
-    strings = (given,) if isinstance(given, str) else tuple(given or ())
-    if "" in strings:
-        raise BadInput("a stop string is empty", where="stop_strings", hint="leave it out")
-    return strings
-
-
-def cut(text: str, stop_strings: Sequence[str]) -> str:
-    """The text before the first stop string in it."""
-    found = [at for at in (text.find(string) for string in stop_strings) if at >= 0]
-    return text[: min(found)] if found else text
-
-
-def held_back(text: str, stop_strings: Sequence[str]) -> int:
-    """The length of the longest end of `text` with which a stop string begins, or 0."""
-    longest = max(map(len, stop_strings), default=1) - 1
-    lengths = range(min(longest, len(text)), 0, -1)
-    return next((n for n in lengths if any(string.startswith(text[-n:]) for string in stop_strings)), 0)
-
-
-class TextSoFar:
-    """The text of an answer that still grows, emitted in pieces whose sum is the whole text.
-
-    A piece has whole characters only, and nothing that a stop string may still cut off.
-
-    Args:
-        tokenizer: decodes the ids; special tokens are left out.
-        stop_strings: the text ends before the first of them.
-        emit: called with each piece.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        stop_strings: Sequence[str],
-        emit: Callable[[str], None] = lambda piece: None,
-    ) -> None:
-        self._tokenizer, self._stop_strings, self._emit = tokenizer, stop_strings, emit
-        self._emitted = ""
-        self._start, self._read, self._before, self._context = 0, 0, "", ""
-
-    def update(self, ids: Sequence[int]) -> bool:
-        """Emit the text that further ids cannot change; True if a stop string is in it."""
-        text = self._so_far(self._settled(ids)).rstrip(_INCOMPLETE)
-        kept = cut(text, self._stop_strings)
-        if len(kept) < len(text):
-            self._advance(kept)
-            return True
-        if self._tokenizer.clean_up_tokenization_spaces:  # a sign that follows takes the space away
-            text = text[: max(0, text.rfind(" "))]
-        self._advance(text[: len(text) - held_back(text, self._stop_strings)])
-        return False
-
-    def _so_far(self, ids: Sequence[int]) -> str:
-        """The text of all ids, of which only the last are decoded: decoding all every time would take T² steps."""
-        fresh = self._decode(ids[self._start :])
-        text = self._before + fresh[len(self._context) :]
-        is_settled = not fresh.endswith(_INCOMPLETE) and not self._tokenizer.clean_up_tokenization_spaces
-        if not is_settled or len(ids) - self._read < _WINDOW:
-            return text
-        context = self._decode(ids[self._read :])
-        if context.strip():
-            self._start, self._read, self._before, self._context = self._read, len(ids), text, context
-        return text
-
-    def finish(self, ids: Sequence[int]) -> None:
-        """Emit the rest of the text of all ids."""
-        self._advance(cut(self._decode(ids), self._stop_strings))
-
-    def _advance(self, text: str) -> None:
-        if len(text) > len(self._emitted):
-            self._emit(text[len(self._emitted) :])
-            self._emitted = text
-
-    def _settled(self, ids: Sequence[int]) -> Sequence[int]:
-        """The ids without the byte tokens at their end, whose characters one more byte may change."""
-        end = len(ids)
-        while end and _BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(int(ids[end - 1])))):
-            end -= 1
-        return ids[:end]
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
-
-
-class Stream(Generic[T]):
-    """An iterator over the pieces of a text that a thread produces, with a result at the end.
-
-    Args:
-        produce: runs in the thread. Its arguments are a function that takes a piece, and one that says whether to stop.
-
-    The thread stops when the iterator is closed: by `close`, at the end of a `with` block, or by garbage collection.
-    """
-
-    def __init__(self, produce: Callable[[Callable[[str], None], Callable[[], bool]], T]) -> None:
-        pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        stopping = threading.Event()
-        outcome = Future[T]()
-
-        def run() -> None:
-            # The thread holds no reference to the iterator, so the iterator can be collected while the thread runs.
-            try:
-                outcome.set_result(produce(pieces.put, stopping.is_set))
-            except BaseException as error:  # noqa: BLE001 - raised again in the thread that iterates
-                outcome.set_exception(error)
-            finally:
-                pieces.put(None)
-
-        self._pieces, self._stopping, self._outcome = pieces, stopping, outcome
-        self._thread = threading.Thread(target=run, name="ci_llm answer", daemon=True)
-        self._thread.start()
-
-    @property
-    def result(self) -> T:
-        """The result of `produce`; this waits for the thread's end.
-
-        Raises:
-            Exception: what the thread raised.
-        """
-        self._thread.join()
-        return self._outcome.result()
-
-    def close(self) -> None:
-        """Ask the thread to stop after the current token, and wait for it."""
-        self._stopping.set()
-        self._thread.join()
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        if self._thread.is_alive() or not self._pieces.empty():
-            piece = self._pieces.get()
-            if piece is not None:
-                return piece
-        _ = self.result
-        raise StopIteration
-
-    def __enter__(self) -> Stream[T]:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self._stopping.set()
-
+from ci_llm.lora.passes import describe_error, distance, dtypes_of, tolerance, unusable_base
 
 #: The uncertainty of the failed token of a text whose agent had only NaN logits.
 _NOT_SURE: Final = TokenUncertainty(0.0, 0.0, 0.0, 0.0)
@@ -445,3 +282,114 @@ def continuation(prompt: TokenIds, text: TokenIds) -> Example:
     """A prompt and a text after it, as a tokenised row whose targets are the text."""
     ids = np.asarray([*prompt, *text], np.int32)
     return Example(ids, np.arange(len(ids)) >= len(prompt))
+
+
+# Bases that do not read packed rows
+
+
+@contextmanager
+def as_in_generation(crowd: CrowdModel) -> Iterator[None]:
+    """Evaluation mode and padded rows inside, because only the model's own attention has a cache."""
+    route, crowd.route = crowd.route, "padded"
+    try:
+        with crowd.evaluating():
+            yield
+    finally:
+        crowd.route = route
+
+
+def write_batch(
+    crowd: CrowdModel,
+    requests: Sequence[Request],
+    agent: int | None,
+    *,
+    stop: Callable[[], bool],
+    is_over: Callable[[TokenIds], bool] | None,
+) -> None:
+    """Write the texts of a batch of requests, of which every agent has the same number.
+
+    Args:
+        agent: the only writer, as a crowd of one; None for the crowd.
+        stop, is_over: as in `Wanted`.
+    """
+    model = crowd.model
+    shared = [request for request in requests if request.who == agent]
+    others = [request for request in requests if request.who != agent]
+    own = [[request for request in others if request.who == k] for k in range(crowd.num_agents if agent is None else 1)]
+    rows = [request for each in own for request in (*each, *shared)]
+    prompts = [request.prompt for request in rows]
+    free, open_ = free_positions(model, prompts), [*requests]
+
+    def choice(_: Tensor, scores: Tensor) -> Tensor:
+        """Logits [K·(F + S), V] in the same shape, with 0 at the chosen token of each row and -inf elsewhere."""
+        logits, tokens = scores.unflatten(0, (len(own), -1)), dict[Request, int]()
+        of_agents, of_crowd = logits[:, : len(own[0])].flatten(0, 1)[None], logits[:, len(own[0]) :]
+        for asked, given in (([*chain(*own)], of_agents), (shared, of_crowd)):
+            for request, found in zip(asked, choose(given, asked, crowd.learned) if asked else [], strict=True):
+                tokens[request] = found.id if isinstance(found, Chosen) else crowd.pad_id
+                if request in open_:
+                    request.take(found, len(request.prompt) + free)
+        chosen = torch.tensor([[tokens[request]] for request in rows], device=scores.device)
+        return torch.full_like(scores, float("-inf")).scatter_(-1, chosen, 0.0)
+
+    def have_ended(ids: Tensor, _: Tensor, **__: object) -> Tensor:
+        """True if all texts have ended, once for every row."""
+        over = [each for each in open_ if each.finish is not None or (is_over and is_over(each.tokens))]
+        open_[:] = [request for request in open_ if request not in over]
+        return torch.full((len(ids),), stop() or not open_, device=ids.device)
+
+    ids, mask = (x.to(model.device) for x in _left_padded(prompts, crowd.pad_id))
+    # The processor leaves one token per row, which also holds for sampling.
+    longest = min(free, max(request.decoding.max_new_tokens for request in requests))
+    how = GenerationConfig(max_new_tokens=longest, pad_token_id=crowd.pad_id, do_sample=False, use_cache=True)
+    with _blank_generation_config(model):
+        model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            generation_config=how,
+            logits_processor=LogitsProcessorList([choice]),
+            stopping_criteria=StoppingCriteriaList([have_ended]),
+            synced_gpus=False,  # processes with a sharded base keep in step by themselves
+        )
+
+
+def is_padding_invariant(model: PreTrainedModel, num_agents: int, pad_id: int) -> bool:
+    """True if the base continues a prompt beside a longer one as it does alone.
+
+    Some families count pads as positions, or mix them into their states, and raise no error.
+    """
+    short, long = [[1, 2, 3]], [[1, 2, 3, 4, 5, 6, 7]]
+    alone, beside = (_scores(model, num_agents, rows, pad_id) for rows in (short, short + long))
+    return distance(beside, alone) <= tolerance(*dtypes_of(model, alone))  # False if one of them holds NaN
+
+
+def _scores(model: PreTrainedModel, num_agents: int, rows: Sequence[TokenIds], pad_id: int) -> Tensor:
+    """The logits [V] of the first row's second new token, which depend on a full pass and on one with the cache."""
+    ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(rows, pad_id))
+    wanted = GenerationConfig(
+        max_new_tokens=2, pad_token_id=pad_id, use_cache=True, output_logits=True, return_dict_in_generate=True
+    )
+    with _blank_generation_config(model):
+        found = model.generate(input_ids=ids, attention_mask=mask, generation_config=wanted, synced_gpus=False)
+        return found.logits[1][0]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _blank_generation_config(model: PreTrainedModel) -> Iterator[None]:
+    """Hide the base's generation settings inside, because Transformers takes every missing value from them."""
+    kept, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = kept
+
+
+def _left_padded(rows: Sequence[TokenIds], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask, each [R, T]; pads are on the left, so that all rows end at the same column."""
+    length = max(map(len, rows))
+    ids = torch.full((len(rows), length), pad_id)
+    mask = torch.zeros_like(ids)
+    for number, row in enumerate(rows):
+        ids[number, length - len(row) :] = torch.as_tensor(row)
+        mask[number, length - len(row) :] = 1
+    return ids, mask

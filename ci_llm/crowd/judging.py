@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Final, TypeVar
+from statistics import fmean, stdev
+from typing import Any, ClassVar, Final, TypeVar
 
 import numpy as np
 import torch
@@ -24,9 +25,16 @@ from torch import Tensor
 
 from ci_llm.core.evaluation import Difference, Figure, Intervals, Judgement
 from ci_llm.core.scores import LEAST_ROWS, METRICS
+from ci_llm.crowd.asking import answered_rows, batches_of, prompter_of
+from ci_llm.crowd.decoding import num_positions
 from ci_llm.crowd.model import CrowdModel
-from ci_llm.crowd.preferences import Preferences
+from ci_llm.crowd.objective import Preferences
 from ci_llm.data.batches import Batch
+from ci_llm.data.encoder import Example
+from ci_llm.data.prompts import Prompt, prompts_of
+from ci_llm.data.units import unit_of, without_end
+from ci_llm.errors import BadInput, DataError, ModelError
+from ci_llm.lora.heads import pad_of
 
 #: The number of bins of equal width of a calibration error.
 BINS: Final = 10
@@ -306,3 +314,104 @@ def calibration_error(probabilities: ArrayLike, right: ArrayLike) -> float:
     p, is_right = np.asarray(probabilities, float), np.asarray(right, float)
     bins = np.minimum((p * BINS).astype(int), BINS - 1)
     return float(np.abs(np.bincount(bins, is_right - p)).sum() / len(p)) if len(p) else math.nan
+
+
+# Given texts
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """The scores of one text.
+
+    Attributes:
+        scores: [K] every agent's reward or number, or for classes its probability of `label`.
+        mean: the mean of `scores`. For rewards, only differences between answers to one prompt have a meaning.
+        std: the agents' sample standard deviation; 0 for one agent.
+        lower: mean - c · std.
+        label: the most probable class by the mean of the agents; None where there are no classes.
+        probabilities: the agents' mean probability of every class by its name, at the temperature of the crowd's
+            calibration if it has one.
+        abstained: True if the probability of `label` is below `abstain_below`.
+    """
+
+    scores: tuple[float, ...]
+    mean: float
+    std: float
+    lower: float
+    label: str | None = None
+    probabilities: dict[str, float] | None = None
+    abstained: bool = False
+
+
+def score_texts(
+    crowd: CrowdModel,
+    texts: Prompt | Sequence[Prompt],
+    answers: str | Sequence[str] | None = None,
+    *,
+    spreads: float = 1.0,
+    abstain_below: float | None = None,
+    batch_size: int = 16,
+) -> list[TextScore]:
+    """See `Crowd.score`."""
+    if abstain_below is not None and crowd.settings.outputs == 1:
+        what = "abstain_below is a probability of a class, and these heads give one number"
+        raise BadInput(what, where="Crowd.score", hint="leave it out; `lower` says how sure the agents are")
+    found = head_outputs(crowd, texts, answers, batch_size)
+    return [_score(crowd, own, spreads, abstain_below) for own in found.unbind(1)]
+
+
+@torch.no_grad()
+def head_outputs(
+    crowd: CrowdModel, texts: Prompt | Sequence[Prompt], answers: str | Sequence[str] | None, batch_size: int
+) -> Tensor:
+    """The numbers of the heads for texts, [K, N, n] in fp64; for arguments and errors see `Crowd.score`."""
+    if not crowd.settings.outputs:
+        raise ModelError(
+            "these agents have no heads: they write answers and score none",
+            where="Crowd.score",
+            hint="ask them by generate; objective=reward, classification or regression trains agents that score",
+        )
+    rows = [unit_of([row]) for row in _read_by_heads(crowd, texts, answers)]
+    parts = [torch.zeros(crowd.num_agents, 0, crowd.settings.outputs, dtype=torch.float64)]
+    with crowd.evaluating():
+        for batch in batches_of(rows, batch_size):
+            parts.append(crowd(batch.to(crowd.device)).values.double().cpu())
+    return torch.cat(parts, 1)
+
+
+def _read_by_heads(
+    crowd: CrowdModel, texts: Prompt | Sequence[Prompt], answers: str | Sequence[str] | None
+) -> list[Example]:
+    prompter = prompter_of(crowd)
+    if answers is None:
+        found = [prompter.read(text, is_answer=crowd.reads_pairs) for text in prompts_of(texts)]
+    elif not crowd.reads_pairs:
+        hint = "give texts alone, in a file by a column text or messages; heads of objective=reward take answers"
+        raise BadInput("these heads score texts, and not answers to prompts", where="Crowd.score", hint=hint)
+    else:
+        found = answered_rows(crowd, prompts_of(texts), answers)
+    limit = num_positions(crowd.model)
+    if long := [number for number, row in enumerate(found) if len(row.input_ids) > limit]:
+        what = f"text {long[0]} has {len(found[long[0]].input_ids)} tokens, and the base reads {limit}"
+        raise DataError(what, where="Crowd.score", hint="shorten it")
+    if empty := [number for number, row in enumerate(found) if not len(row.input_ids)]:
+        raise DataError(f"text {empty[0]} is empty", where="Crowd.score", hint="leave it out")
+    pad = pad_of(crowd.model.config, prompter.tokenizer)
+    return [without_end(row, pad) for row in found]
+
+
+def _score(crowd: CrowdModel, outputs: Tensor, spreads: float, abstain_below: float | None) -> TextScore:
+    """The score of one text from the numbers [K, n] of the heads."""
+    about_classes: dict[str, Any] = {}
+    scores = outputs[:, 0]
+    if crowd.settings.outputs > 1:
+        each = outputs.softmax(-1)
+        together = tempered(each.mean(0), crowd.learned.temperature if crowd.learned else 1.0)
+        probabilities = dict(zip(crowd.classes, together.tolist(), strict=True))
+        label = max(probabilities, key=probabilities.__getitem__)
+        scores = each[:, crowd.classes.index(label)]
+        abstained = abstain_below is not None and probabilities[label] < abstain_below
+        about_classes = {"label": label, "probabilities": probabilities, "abstained": abstained}
+    values = tuple(scores.tolist())
+    mean, std = fmean(values), stdev(values) if len(values) > 1 else 0.0
+    return TextScore(values, mean, std, mean - spreads * std, **about_classes)

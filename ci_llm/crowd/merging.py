@@ -36,8 +36,8 @@ class Method:
 
     Attributes:
         does: the result, in a line.
-        cut: whether the result is brought to a rank by SVD; otherwise its rank follows from the agents'.
-        of_factors: whether A and B are combined separately.
+        cut: True if SVD brings the result to a rank; otherwise its rank follows from the agents'.
+        of_factors: True if A and B are combined separately.
     """
 
     does: str

@@ -1,23 +1,23 @@
 """The crowd as a module: K agents on a frozen base, which read owned rows.
 
-Functions that ask, score or save a crowd take a `CrowdModel`. `ci_llm.crowd.crowd.Crowd` adds their calls for users.
+Functions that ask or score a crowd take a `CrowdModel`. `ci_llm.crowd.crowd.Crowd` adds their calls for users, and how
+agents are saved.
 
 Legend: K agents, N packed tokens, S targets, D hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, overload
+from typing import Literal, Self, overload
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ci_llm.agents.agent import Agent
-from ci_llm.agents.as_peft import adapter_config
 from ci_llm.agents.storage import AgentStorage, attach
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.base.targets import layer_list, layer_numbers
@@ -25,7 +25,6 @@ from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration
 from ci_llm.data.batches import Batch, MicroBatch, Owned
 from ci_llm.data.prompts import Prompter
-from ci_llm.distributed.precision import DTYPES
 from ci_llm.errors import ModelError
 from ci_llm.lora import kernels, passes
 from ci_llm.lora.attention import Way, choose_way, name_of
@@ -34,17 +33,6 @@ from ci_llm.lora.reading import NOBODY, compute_dtype
 from ci_llm.lora.settings import LoraSettings
 
 Route = Literal["packed", "padded"]
-
-
-def default_names(num_agents: int) -> list[str]:
-    """The agents' folders in a crowd that no run has changed: agent0, agent1, ..."""
-    return [f"agent{k}" for k in range(num_agents)]
-
-
-def class_names(facts: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the classes by their numbers, from the facts about heads in `meta`; empty if there are none."""
-    named = facts.get("id2label", {})
-    return tuple(named[str(number)] for number in range(len(named)))
 
 
 @dataclass
@@ -74,7 +62,7 @@ class CrowdOutput:
 
 @dataclass
 class _Shared:
-    """What the passes over one micro-batch share: the cast head, and what the base alone says of each batch."""
+    """The common part of the passes over one micro-batch: the cast head, and the base's log-probabilities."""
 
     head: passes.Head | None = None
     references: dict[int, Tensor] = field(default_factory=dict)
@@ -97,7 +85,6 @@ class CrowdModel(nn.Module):
         numbers = layer_numbers(model, self.storage.layers).values()
         first = layer_list(model)[1][min(numbers)] if numbers else model
         self._kinds = {type(module) for module in first.modules()}
-        self._is_base_alone = False
         self.heads = self.storage.heads
         self.classes: tuple[str, ...] = ()
         self.reads_pairs = False
@@ -108,7 +95,7 @@ class CrowdModel(nn.Module):
         self._native_attention = model.config._attn_implementation
         self.attention: Way = "rows"
         self.route = "packed"
-        # Whether `ci_llm.crowd.decoder` writes the texts, or Transformers' `generate`: tried before the first text.
+        # True if our decoder writes the texts, and not Transformers' `generate`: tried before the first text.
         self.decodes: bool | None = None
         self.padding_invariant: bool | None = None  # measured before the first batch that needs padding
 
@@ -132,12 +119,8 @@ class CrowdModel(nn.Module):
         # The setting outlives the forward pass, because activation checkpointing recomputes the layers in the backward
         # pass, with the same attention.
         self._route = route
-        self.model.config._attn_implementation = name_of(self.attention) if self.is_packed else self._native_attention
-
-    @property
-    def is_packed(self) -> bool:
-        """True if rows lie end to end."""
-        return self._route == "packed"
+        own = name_of(self.attention) if route == "packed" else self._native_attention
+        self.model.config._attn_implementation = own
 
     def choose_attention(self) -> str:
         """Take the fastest way of attention that is right on this GPU; returns a line about it."""
@@ -158,13 +141,12 @@ class CrowdModel(nn.Module):
     @property
     def names(self) -> list[str]:
         """The agents' folders in a checkpoint; empty for a base alone."""
-        return [] if self._is_base_alone else [agent.name for agent in self.agents]
+        return [agent.name for agent in self.agents if agent.name]
 
     @names.setter
     def names(self, names: Sequence[str]) -> None:
-        self._is_base_alone = not names
-        for agent, name in zip(self.agents, names, strict=False):
-            agent.name = name
+        for k, agent in enumerate(self.agents):
+            agent.name = names[k] if names else ""
 
     def keep_agents(self, settings: LoraSettings, kept: Sequence[int], names: Sequence[str]) -> None:
         """Continue with the agents at these places; see `AgentStorage.of_agents`."""
@@ -215,7 +197,7 @@ class CrowdModel(nn.Module):
         Agents with padded rows of their own always take a pass each. For each pass call the crowd, and run the
         backward pass, before the next one.
         """
-        if not self.storage.pass_per_agent and (self.is_packed or len(rows) == 1):
+        if not self.storage.pass_per_agent and (self._route == "packed" or len(rows) == 1):
             yield rows
             return
         each = [Owned((k,), own.batch) for own in rows for k in own.agents]
@@ -229,31 +211,26 @@ class CrowdModel(nn.Module):
 
     def _output(self, agents: tuple[int, ...], batch: Batch, states: Tensor) -> CrowdOutput:
         """The output of n agents for their states [n, N, D]."""
+        log_probs, values = states[:, :0, 0].float(), None
         if self.settings.outputs and batch.labels is not None:
             values = self.storage.values(states[:, batch.last_tokens], agents)
-            return CrowdOutput(agents, batch, states[:, :0, 0].float(), states, values)
-        if batch.advantages is not None:
-            return CrowdOutput(agents, batch, states[:, :0, 0].float(), states)
-        return CrowdOutput(agents, batch, self._log_probs(states, batch, self._cast_head(states)), states)
+        elif batch.advantages is None:
+            log_probs = self.target_log_probs(states, batch)
+        return CrowdOutput(agents, batch, log_probs, states, values)
 
     def _cast_head(self, states: Tensor) -> passes.Head:
         """The head of the base for these states, which the passes of single agents cast once for all."""
-        shared = self._shared
-        if shared is None:
+        if self._shared is None:
             return self.head
-        if shared.head is None:
-            shared.head = self.head.to(compute_dtype(states))
-        return shared.head
+        if self._shared.head is None:
+            self._shared.head = self.head.to(compute_dtype(states))
+        return self._shared.head
 
-    def _log_probs(
-        self, states: Tensor, batch: Batch, head: passes.Head, of_chunk: passes.OfChunk | None = None
-    ) -> Tensor:
+    def target_log_probs(self, states: Tensor, batch: Batch, of_chunk: passes.OfChunk | None = None) -> Tensor:
+        """The log-probability [n, S] of every target for states [n, N, D], by the arithmetic of a chunk if given."""
         of_chunk = of_chunk or (kernels.fast_chunk if "head" in self.fast else passes.plain_chunk)
+        head = self._cast_head(states)
         return passes.target_log_probs(states[:, batch.predict_from], batch.targets, head, of_chunk)
-
-    def log_probs_by(self, states: Tensor, batch: Batch, of_chunk: passes.OfChunk) -> Tensor:
-        """The log-probability [n, S] of every target for states [n, N, D], by the arithmetic of a chunk."""
-        return self._log_probs(states, batch, self._cast_head(states), of_chunk)
 
     @torch.no_grad()
     def reference(self, agents: tuple[int, ...], batch: Batch, of_chunk: passes.OfChunk | None = None) -> Tensor:
@@ -266,23 +243,17 @@ class CrowdModel(nn.Module):
             [1, S] under the base without agents, computed once for the passes of all agents; or, if agents are compared
             with their `start`, [n, S] under the start of each of these n agents.
         """
-        if self.start is not None:
-            return self._under_start(self.start, agents, batch, of_chunk)
-        known: dict[int, Tensor] = {} if self._shared is None or of_chunk else self._shared.references
-        if id(batch) not in known:
-            known[id(batch)] = self._log_probs(self._states((), batch), batch, self.head, of_chunk)
-        return known[id(batch)]
-
-    def _under_start(
-        self, start: Tensor, agents: tuple[int, ...], batch: Batch, of_chunk: passes.OfChunk | None
-    ) -> Tensor:
-        """`reference` under the weights with which agents began, without dropout."""
+        if self.start is None:
+            known: dict[int, Tensor] = {} if self._shared is None or of_chunk else self._shared.references
+            if id(batch) not in known:
+                known[id(batch)] = self.target_log_probs(self._states((), batch), batch, of_chunk)
+            return known[id(batch)]
         weights = self.storage.weights.data  # so that autograd does not see the change
         own = weights.clone()
         try:
-            weights.copy_(start)
-            with self.evaluating():
-                return self._log_probs(self._states(agents, batch), batch, self.head, of_chunk)
+            weights.copy_(self.start)
+            with self.evaluating():  # without dropout
+                return self.target_log_probs(self._states(agents, batch), batch, of_chunk)
         finally:
             weights.copy_(own)
 
@@ -304,7 +275,7 @@ class CrowdModel(nn.Module):
             self.storage.reading,
             self.storage.ready,
             self.pad_id,
-            self.is_packed,
+            self._route == "packed",
             own_precision="precision" in self.fast,
             share_prompts=self.shares_prompts,
             fast_attention="attention" in self.fast,
@@ -389,43 +360,3 @@ class CrowdModel(nn.Module):
                 yield
         finally:
             self.learned = learned
-
-    def meta(self, fingerprint: str) -> dict[str, Any]:
-        """The content of `ci_llm_meta_config.json`, from which this crowd can be built again.
-
-        Args:
-            fingerprint: the fingerprint of the base, see `fingerprint_of`.
-        """
-        sizes, stored = self.storage.sizes, stored_quantization(self.model.config)
-        return {
-            "num_agents": self.num_agents,
-            "base_model_name_or_path": self.base_name,
-            "base_fingerprint": fingerprint,
-            "base_dtype": next(name for name, dtype in DTYPES.items() if dtype == self.model.dtype),
-            "prompt_form": self.prompter.form if self.prompter else "chat",
-            "common_start": self.common_start,
-            "lora": self.settings.to_dict(),
-            **({"head": self._head_facts} if self.settings.outputs else {}),
-            **({"folders": self.names} if self.names != default_names(self.num_agents) else {}),
-            "parameters_per_agent": sizes if len({*sizes}) > 1 else sizes[0],
-            **({} if stored is None else {"quantization": stored}),
-        }
-
-    @property
-    def _head_facts(self) -> dict[str, Any]:
-        """The facts about heads in `meta`: what they read, and the names of the classes as in Transformers."""
-        named = {"id2label": {str(number): name for number, name in enumerate(self.classes)}} if self.classes else {}
-        return {"reads": "pairs" if self.reads_pairs else "texts", "num_labels": self.settings.outputs, **named}
-
-    def know_heads(self, facts: Mapping[str, Any]) -> None:
-        """Set the attributes of heads from the facts in `meta` of a saved crowd, which may be empty."""
-        self.classes, self.reads_pairs = class_names(facts), facts.get("reads") == "pairs"
-
-    def adapter_files(self) -> dict[str, Any]:
-        """Every agent in PEFT's layout: file names without endings -> tensors or JSON."""
-        files: dict[str, Any] = {}
-        alike = adapter_config(self.model, self.storage, self.agents[0], self.base_name)
-        for agent, name in zip(self.agents, self.names, strict=False):
-            own = adapter_config(self.model, self.storage, agent, self.base_name) if self.settings.agents else alike
-            files |= {f"{name}/adapter_model": agent.state_dict(), f"{name}/adapter_config": own}
-        return files

@@ -1,17 +1,23 @@
-"""The objective of the agents: summed cross-entropy, minus a weighted diversity term.
+"""The objectives of a run in the form that the loop uses: the loss of agents on a micro-batch, and its metrics.
 
-It has no state and does not communicate. Losses are SUMS over targets: only the ballot knows the target count of the
-whole optimizer step, and the loop divides by it. So neither accumulation nor uneven rows nor the number of processes
-can bias a mean.
+`NextToken` is summed cross-entropy, minus a weighted diversity term; `Preferences` learns from pairs, rated and
+labelled rows, and `GrpoObjective` from completions that agents have drawn.
 
-Legend: K agents, B rows, S targets.
+They have no state and do not communicate. Losses are SUMS, over targets, units or weighted tokens: only the ballot
+knows the count of the whole optimizer step, and the loop divides by it. So neither accumulation nor uneven rows nor
+the number of processes can bias a mean. Facts about the whole step are given (`StepFacts`). Of GRPO's metrics, too,
+sums are voted on (`ci_llm/objectives/grpo/metrics.py`).
+
+Legend: K agents, U units (pairs, rows or prompts), R rows (of a pair two), B rows, S targets, V vocabulary, M pairs of
+numbers that are added up.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -19,9 +25,14 @@ from torch import Tensor
 
 from ci_llm.core.determinism import derive_seed
 from ci_llm.crowd.diversity import TermInputs, find_form
-from ci_llm.crowd.model import CrowdOutput
+from ci_llm.crowd.model import CrowdModel, CrowdOutput
 from ci_llm.data.batches import Batch
 from ci_llm.errors import BadInput
+from ci_llm.lora.passes import Head
+from ci_llm.objectives import Evidence, Metrics, Objective, for_agents, pairs
+from ci_llm.objectives.grpo import Grpo, divergence
+from ci_llm.objectives.grpo.metrics import Sums
+from ci_llm.objectives.grpo.rewards import Reward
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,7 @@ def of_all(losses: Sequence[StepLoss], num_agents: int) -> StepLoss:
 
 
 @dataclass(frozen=True)
-class Objective:
+class NextToken:
     """Next-token prediction: Σₖ Σₛ cross-entropy - weight·K·(diversity x S).
 
     Args:
@@ -146,7 +157,7 @@ def _weighted(log_probs: Tensor, batch: Batch, keys: Sequence[tuple[int, int] | 
     """The summed cross-entropy [] of agents [K, S], with every row's weight for every agent.
 
     Args:
-        keys: see `Objective.bootstrap`.
+        keys: see `NextToken.bootstrap`.
     """
     weights = bootstrap_weights(keys, batch.sample_ids).to(log_probs, non_blocking=True)
     return -(log_probs * weights[:, batch.target_rows]).sum()
@@ -173,3 +184,252 @@ def bootstrap_weights(keys: Sequence[tuple[int, int] | None], rows: Sequence[int
 def _weight(seed: int, index: int, row: int) -> float:
     uniform = (derive_seed(seed, "row weight", index, row) + 0.5) / 2**63  # in (0, 1]
     return -math.log(uniform)
+
+
+class _OfUnits:
+    """The part that objectives of units have in common."""
+
+    @staticmethod
+    def count(batch: Batch) -> int:
+        """The number of units, by which sums over a micro-batch become means."""
+        return batch.num_units
+
+    def together(self, losses: Sequence[StepLoss], num_agents: int, step: int) -> StepLoss:
+        """Join the losses of all passes of a micro-batch; `step` is unused here."""
+        return of_all(losses, num_agents)
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """The facts about the whole step that an objective needs.
+
+    Attributes:
+        nll_shares: [K] units per token of the next-token loss; empty if the objective does not use that loss.
+        kl: [K, 1] see `Evidence.kl`.
+    """
+
+    nll_shares: tuple[float, ...] = ()
+    kl: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Preferences(_OfUnits):
+    """An objective of pairs, rated or labelled rows.
+
+    Args:
+        objective: the objective, with the settings of all agents.
+        crowd: the crowd, whose base alone or start is the reference.
+        bootstrap: see `NextToken`.
+        facts: the facts about the step.
+    """
+
+    objective: Objective
+    crowd: CrowdModel
+    bootstrap: tuple[tuple[int, int] | None, ...] = ()
+    facts: StepFacts = StepFacts()
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The names of TRL's metrics, and of those that the objective adds."""
+        needs, kinds = self.objective.needs, ["rewards"] if self.objective.needs.head else ["rewards", "logps"]
+        judged = [f"{kind}/{side}" for kind in kinds for side in ("chosen", "rejected")]
+        names = {
+            "rewards/accuracies": needs.rows == "pairs",
+            **dict.fromkeys(judged, needs.rows != "labelled"),
+            "nll_loss": needs.nll != "none",
+            "kl": needs.mismatched,
+        }
+        return (*(name for name, holds in names.items() if holds), *self.objective.metric_names)
+
+    def __call__(self, output: CrowdOutput, step: int) -> StepLoss:
+        """The loss of the agents of one output; `step` is unused here."""
+        agents, batch = output.agents, output.batch
+        objective = for_agents(self.objective, _index(agents))
+        evidence = self.evidence(output)
+        losses = objective.losses(evidence)
+        keys = [self.bootstrap[k] for k in agents] if self.bootstrap else []
+        weighted = losses * bootstrap_weights(keys, batch.sample_ids).to(losses) if any(keys) else losses
+        with torch.no_grad():
+            measured = _measured(objective, evidence)
+            sums = (measured[name] for name in self.metric_names)
+            found = [torch.stack([total, torch.zeros_like(total) + count], -1) for total, count in sums]
+            metrics = torch.stack(found, 1) if found else losses.new_zeros(len(losses), 0, 2)
+        return StepLoss(
+            agents,
+            batch,
+            total=weighted.sum(),
+            task=losses.detach().sum(1),
+            diversity=losses.new_zeros(()),
+            targets=(batch.num_units,) * len(losses),
+            metrics=metrics,
+        )
+
+    def evidence(self, output: CrowdOutput) -> Evidence:
+        """The evidence about the rows of one output."""
+        needs, batch, places = self.objective.needs, output.batch, _index(output.agents)
+        labels, answered = batch.labels, batch.answered
+        assert labels is not None
+        assert answered is not None
+        judged = labels > 0 if needs.rows == "rated" else labels
+        counts = torch.tensor(batch.target_counts, device=labels.device)
+        if output.values is not None:
+            nothing = output.log_probs.double()[:, :0]
+            return Evidence(nothing, counts, labels=judged, values=output.values.double())
+
+        def sums_of(log_probs: Tensor) -> Tensor:
+            return row_sums(log_probs.where(answered, 0.0) if needs.nll == "rows" else log_probs, batch)
+
+        found = Evidence(
+            sums=sums_of(output.log_probs),
+            lengths=row_sums(answered[None], batch)[0],
+            reference=sums_of(self.crowd.reference(output.agents, batch)) if needs.reference else None,
+            labels=judged,
+            kl=None if self.facts.kl is None else self.facts.kl[places],
+        )
+        if needs.nll == "none":
+            return found
+        shares = found.sums.new_tensor(self.facts.nll_shares or (1.0,) * self.crowd.num_agents)[places, None]
+        nll = -(row_sums(output.log_probs, batch) if needs.nll == "rows" else found.sums)
+        return replace(found, nll=pairs(nll)[0], nll_tokens=pairs(counts)[0], nll_share=shares)
+
+
+def _index(agents: tuple[int, ...]) -> slice | list[int]:
+    """The places of agents as an index; a slice where it can be one, because a GPU is waited for to take a list."""
+    if not agents:
+        return slice(None)  # the base alone
+    first, end = agents[0], agents[-1] + 1
+    return slice(first, end) if agents == tuple(range(first, end)) else [*agents]
+
+
+def row_sums(values: Tensor, batch: Batch) -> Tensor:
+    """Sum values [K, S] of targets to [K, R] fp64 of rows, row by row, as `index_add` has no fixed order on a GPU."""
+    return torch.stack([part.double().sum(-1) for part in values.split(list(batch.target_counts), dim=-1)], dim=-1)
+
+
+def _measured(objective: Objective, e: Evidence) -> Metrics:
+    """The sum [K] and the count of every metric in `Preferences.metric_names`, by name."""
+    found: dict[str, tuple[Tensor, Tensor | float]] = {**objective.metrics(e)}
+    if e.nll is not None and e.nll_tokens is not None:
+        found["nll_loss"] = e.nll.sum(1), e.nll_tokens.sum()
+    if e.kl is not None:
+        found["kl"] = e.kl[:, 0] * e.sums.shape[1], float(e.sums.shape[1])
+    if objective.needs.rows == "labelled":
+        return found
+    rewards = objective.answer_rewards(e)
+    for kind, values in (("rewards", rewards), *((("logps", e.sums),) if e.values is None else ())):
+        better, worse = pairs(values)
+        sides: list[tuple[Tensor, Tensor | float]] = [(better, better.shape[1]), (worse, worse.shape[1])]
+        if e.labels is not None and objective.needs.rows == "rated":
+            sides = [(values.where(good, 0.0), good.sum()) for good in (e.labels, ~e.labels)]
+        for side, (own, count) in zip(("chosen", "rejected"), sides, strict=True):
+            found[f"{kind}/{side}"] = own.sum(1), count
+    if objective.needs.rows == "pairs":
+        better, worse = pairs(rewards)
+        found["rewards/accuracies"] = (better > worse).double().sum(1), float(better.shape[1])
+    return found
+
+
+@dataclass
+class Tempered:
+    """The arithmetic of a chunk at a temperature (`OfChunk` in `ci_llm/lora/passes.py`), which keeps the entropies.
+
+    Attributes:
+        entropies: of each chunk [S] the entropy of the distribution of each token, in nats, without a gradient.
+    """
+
+    temperature: float = 1.0
+    entropies: list[Tensor] = field(default_factory=list)
+
+    def __call__(self, z: Tensor, index: Tensor, head: Head, narrow: Tensor, slopes: Tensor | None) -> Tensor:
+        bend = None if slopes is None or head.softcap is None else 1 - (z / head.softcap) ** 2
+        if self.temperature != 1:
+            z.div_(self.temperature)
+        z.sub_(z.amax(1, keepdim=True))
+        wanted, shares = z.gather(1, index), z.exp()
+        total = shares.sum(1, keepdim=True)
+        self.entropies.append((total.log() - z.mul_(shares).sum(1, keepdim=True) / total).squeeze(1))
+        if slopes is not None:  # as in `plain_chunk`; the scale of the logits is one over the temperature as well
+            scale = head.scale / self.temperature
+            shares.mul_(-scale / total).scatter_(1, index, scale, reduce="add")
+            if bend is not None:
+                shares.mul_(bend)
+            torch.mm(shares if shares.dtype == narrow.dtype else narrow.copy_(shares), head.weight, out=slopes)
+        return (wanted - total.log()).squeeze(1)
+
+
+@dataclass(frozen=True)
+class GrpoObjective(_OfUnits):
+    """The objective of a run whose agents draw what they learn from.
+
+    Args:
+        objective: with the settings of all agents.
+        rewards: the functions that judge completions.
+        num_processes: of the run.
+        of_step: [K, M, 2] what this process adds to the sums of a step beside its passes; None outside of one.
+        failed: agents that could not draw, because their numbers are not finite.
+    """
+
+    objective: Grpo
+    crowd: CrowdModel
+    rewards: tuple[Reward, ...]
+    num_processes: int = 1
+    of_step: Tensor | None = None
+    failed: frozenset[int] = frozenset()
+
+    @cached_property
+    def sums(self) -> Sums:
+        """The numbers that are added up over micro-batches and processes."""
+        return Sums(tuple(own.name for own in self.rewards), self.objective.needs.reference, self.num_processes)
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """The names of the metrics, which are TRL's."""
+        return self.sums.metric_names
+
+    def __call__(self, output: CrowdOutput, step: int) -> StepLoss:
+        """The loss of the agents of one output, each on completions of its own; `step` is unused here."""
+        batch, agents = output.batch, output.agents
+        assert batch.advantages is not None
+        assert batch.weights is not None
+        weights, gains = batch.weights[batch.target_rows], batch.advantages[batch.target_rows]
+        learned, places = (weights > 0).double(), self.sums.places
+        totals, metrics = [], output.states.new_zeros(len(agents), len(places), 2, dtype=torch.float64)
+        for place, agent in enumerate(agents):
+            beta, temperature = self.objective.of_agent(agent)
+            chunk, divergences = Tempered(temperature), None
+            log_probs = self.crowd.target_log_probs(output.states[place : place + 1], batch, chunk)[0].double()
+            if beta:
+                reference = self.crowd.reference((agent,), batch, Tempered(temperature))[0].double()
+                divergences = divergence(log_probs, reference)
+                metrics[place, places["kl"], 0] = (divergences.detach() * learned).sum()
+            totals.append((self.objective.token_losses(log_probs, gains, divergences, beta) * weights).sum())
+            metrics[place, places["entropy"], 0] = (torch.cat(chunk.entropies).double() * learned).sum()
+        for name in ("entropy", "kl"):
+            metrics[:, places[name], 1] = learned.sum()
+        total = torch.stack(totals)
+        lost = [math.nan if agent in self.failed else 0.0 for agent in agents]
+        return StepLoss(
+            agents,
+            batch,
+            total=total.sum(),
+            task=total.detach() + total.new_tensor(lost) if self.failed else total.detach(),
+            diversity=total.new_zeros(()),
+            targets=(batch.counted,) * len(agents),
+            metrics=metrics,
+        )
+
+
+#: The objective of a run.
+TrainedObjective = NextToken | Preferences | GrpoObjective
+
+
+def num_pairs(objective: TrainedObjective) -> int:
+    """The number of pairs of numbers of each agent that are added up in a step, for its metrics."""
+    return len(objective.sums.places if isinstance(objective, GrpoObjective) else objective.metric_names)
+
+
+def of_metrics(objective: TrainedObjective, sums: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Sum and count of each of `metric_names` for every agent, from what was added up."""
+    if not isinstance(objective, GrpoObjective):
+        return [[*own] for own in sums]
+    return [[number for pair in objective.sums.means(own).values() for number in pair] for own in sums]

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.base.gguf import gguf_file
-from ci_llm.base.load import Base, fingerprint_of, load_base, short_name
+from ci_llm.base.load import Base, load_base, short_name
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.checkpoints.layout import is_named_checkpoint
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest, name_unlisted, read_file, read_manifest
@@ -35,8 +35,7 @@ from ci_llm.core.remote import fetch, is_url, may_be_repository
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.given_path import META, SAVED, require_checkpoint
-from ci_llm.crowd.model import CrowdModel, default_names
-from ci_llm.data.prompts import Prompter, tokenizer_files
+from ci_llm.data.prompts import Prompter
 from ci_llm.errors import ForeignCheckpoint, ModelError
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.mirror.filling import local_copy
@@ -63,7 +62,7 @@ class Pretrained:
         configs: K contents of `adapter_config.json`, which name the base that was opened.
         prompter: the prompter with the tokenizer and the form of prompts of the training.
         meta: the content of `ci_llm_meta_config.json`; see `CrowdModel.meta`.
-        common_start: whether all agents began with the same weights, as far as it is recorded.
+        common_start: True if all agents began with the same weights, as far as it is recorded.
         step: the optimizer steps taken; 0 for agents that no run has trained.
         run_config: `config.yaml` of the run that trained the agents; None if no run did.
         calibration: the calibration of exactly these agents; None if there is none.
@@ -180,6 +179,17 @@ def open_base(name: str, device: torch.device | str | None = None) -> Pretrained
         calibration=None,
         weights=base.fingerprint,
     )
+
+
+def default_names(num_agents: int) -> list[str]:
+    """The agents' folders in a crowd that no run has changed: agent0, agent1, ..."""
+    return [f"agent{k}" for k in range(num_agents)]
+
+
+def class_names(facts: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the classes by their numbers, from the facts about heads in `meta`; empty if there are none."""
+    named = facts.get("id2label", {})
+    return tuple(named[str(number)] for number in range(len(named)))
 
 
 def names_of_agents(meta: Mapping[str, Any]) -> list[str]:
@@ -348,13 +358,6 @@ def read_calibration(folder: Path, own: Mapping[str, Any] | None = None) -> Cali
         logger.warning(f"{path} is left out: it is of other agents; ci-llm evaluate --calibrate makes it again")
         return None
     return found
-
-
-def save_crowd(crowd: CrowdModel, folder: Path) -> None:
-    """`Crowd.save_pretrained`."""
-    tokenizer = tokenizer_files(crowd.prompter.tokenizer) if crowd.prompter else {}
-    meta = crowd.meta(fingerprint_of(crowd.model))
-    write_crowd(folder, crowd.adapter_files(), meta, tokenizer, calibration=crowd.calibration)
 
 
 def write_crowd(

@@ -52,7 +52,7 @@ class Publication:
     Attributes:
         repository: `user/name`.
         url: the address for people.
-        private: whether others cannot see it.
+        private: True if others cannot see it.
         files: how many files were published.
         sent: their names.
         shortened: those of them that were sent without paths and addresses.
@@ -71,7 +71,7 @@ def publish(run: Path, to: str | None, *, private: bool = True, merge: Merge | N
 
     Args:
         to: `user/name`, or `name` for a repository of one's own; None takes the name of the run's folder.
-        private: whether a new repository is private; an existing one stays as it is.
+        private: make a new repository private; an existing one stays as it is.
         merge: a merge of all agents to publish beside them in the folder `merged`.
 
     Raises:

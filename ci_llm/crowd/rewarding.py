@@ -67,7 +67,7 @@ def rewards_of_group(
     where: str,
     timeout: float | None,
 ) -> Tensor:
-    """What every function gives for the completions of one prompt: [G, F] fp64, NaN where it gives none.
+    """The rewards of the completions of one prompt by every function: [G, F] fp64, NaN where it gives none.
 
     Raises:
         RewardFailed: see `judged`.
@@ -174,7 +174,7 @@ class RewardScorer:
         return [*of_agents, [requests_of(crowd, number, prompt, Wanted(how)) for how in self._ways(crowd, 0)]]
 
     def _ways(self, crowd: CrowdModel, agent: int) -> tuple[Decoding, Decoding]:
-        """How an agent takes the most probable tokens, and how it draws: at its own temperature, as it trains."""
+        """The options of an agent's greedy and of its drawn answer, which has its temperature in training."""
         assert crowd.prompter is not None
         ends = crowd.prompter.ends | ends_of_base(crowd.model)
         greedy = Decoding(self.longest, ends, self.aggregator, seed=self.seed)

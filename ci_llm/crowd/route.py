@@ -138,7 +138,7 @@ def share_prompts(crowd: CrowdModel) -> str | None:
     Returns:
         why not, or None.
     """
-    if not crowd.is_packed:
+    if crowd.route != "packed":
         return "rows are padded"
     ids = _probe(crowd.model, crowd.device).input_ids.cpu().numpy()
     at = len(ids) // 2  # the longest row of the probe is longer than a short window

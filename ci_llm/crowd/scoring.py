@@ -24,16 +24,18 @@ from torch import Tensor
 from ci_llm.core.evaluation import Asked, BaseScores, BestAgent, Difference, Figure, TeacherForced
 from ci_llm.core.scores import JudgedBy, paired_interval
 from ci_llm.crowd.aggregators import aggregate, find_vote, majority
-from ci_llm.crowd.answers import Uncertainty, of_text, signals
+from ci_llm.crowd.answers import Uncertainty, decompose, of_text, signals
+from ci_llm.crowd.asking import TokenBatch, answered_rows, batches_of, is_tokens, require_writers, token_rows
 from ci_llm.crowd.decoding import Decoding, ends_of_base, num_positions
-from ci_llm.crowd.generation import Wanted, generate_each
+from ci_llm.crowd.generation import Wanted, generate_each, targets_of
 from ci_llm.crowd.judging import Judged, judge
 from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import CrowdModel
-from ci_llm.data.batches import Batch
+from ci_llm.data.batches import Batch, Packable
 from ci_llm.data.encoder import Example
-from ci_llm.data.prompts import Prompter, last_answer
+from ci_llm.data.prompts import Prompt, Prompter, last_answer, prompts_of
 from ci_llm.data.units import Unit
+from ci_llm.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,8 @@ class Scores:
     """The scores of n rows; index K stands for the crowd.
 
     Attributes:
-        right: [K+1, n] bool, exact match; for heads whether the class, or the order of a pair, is right; for rewards
-            whether it is 1.
+        right: [K+1, n] bool, True for an exact match; for heads if the class, or the order of a pair, is right; for
+            rewards if it is 1.
         nll: [K+1, n] fp64, nats summed over the targets of the row; for heads the loss of the row, for rewards minus
             the reward.
         tokens: [n] int64, the number of targets of the row; 1 for heads and rewards.
@@ -191,7 +193,7 @@ def fields_of(scores: Scores, answers: AnswerScores | None, *, heads: bool) -> d
     `teacher_forced` with their own `n`.
 
     Args:
-        heads: whether heads, and no tokens, were scored.
+        heads: True if heads, and no tokens, were scored.
     """
     n, exact_match = scores.right.shape[1], _shares(scores.right, scores.own)
     found: dict[str, Any] = {"n": n, "exact_match": exact_match, "measured_by": _measured_by(scores, heads=heads)}
@@ -440,7 +442,7 @@ class Answers:
         number: the index of the question.
         agents: the texts of the K agents.
         crowd: the text of the crowd.
-        right: [K+2] whether each is right: K agents, the crowd, the vote.
+        right: [K+2] True for each that is right: K agents, the crowd, the vote.
         uncertainty: how sure the crowd was; None if it was not asked for.
         signals: the signals of the K agents' answers and of the crowd's, see `ci_llm.crowd.answers`; empty if
             `uncertainty` was not asked for.
@@ -540,3 +542,36 @@ def parts_of_rows(scores: Scores, answers: AnswerScores | None) -> dict[str, tup
     if _measured_by(scores, heads=False) == "rewards":
         found |= {"reward": -scores.nll[:-1]}
     return {metric: tuple(map(tuple, rows.tolist())) for metric, rows in found.items()}
+
+
+# Answers that are given
+
+#: Prompts of answers that are given: texts, or a batch of tensors that has the answers as well.
+Given = Prompt | Sequence[Prompt] | TokenBatch
+
+
+def log_probs(crowd: CrowdModel, asked: Given, answers: str | Sequence[str] | None, batch_size: int) -> Tensor:
+    """See `Crowd.log_probs`."""
+    scores = score(crowd, batches_of(_given_rows(crowd, asked, answers), batch_size), "probability")
+    assert scores is not None, "nobody asks to stop"
+    return -scores.nll
+
+
+def disagreement(crowd: CrowdModel, asked: Given, answers: str | Sequence[str] | None, batch_size: int) -> Tensor:
+    """See `Crowd.disagreement`."""
+    rows, found = _given_rows(crowd, asked, answers), []
+    with crowd.evaluating(), torch.no_grad():
+        for batch in batches_of(rows, batch_size):
+            apart = torch.cat([decompose(each)[2].double().cpu() for each, _ in targets_of(crowd, [batch])])
+            sums = torch.zeros(batch.num_rows, dtype=torch.float64).index_add_(0, batch.target_rows, apart)
+            found.append(sums / torch.bincount(batch.target_rows, minlength=batch.num_rows).clamp_min(1))
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+
+
+def _given_rows(crowd: CrowdModel, asked: Given, answers: str | Sequence[str] | None) -> Sequence[Packable]:
+    require_writers(crowd)
+    if is_tokens(asked):
+        if answers is not None:
+            raise BadInput("a batch of tensors has its answers in labels", where="answers", hint="leave answers out")
+        return token_rows(asked)  # type: ignore[arg-type]
+    return answered_rows(crowd, prompts_of(asked), answers or [])  # type: ignore[arg-type]

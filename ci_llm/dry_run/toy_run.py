@@ -18,8 +18,7 @@ from ci_llm.core.quantities import count, duration, short, size
 from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.generation import continuation
-from ci_llm.crowd.grpo import GrpoObjective
-from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.objective import GrpoObjective, NextToken
 from ci_llm.data.batches import Batch, Owned, pack
 from ci_llm.data.encoder import use_chat_template
 from ci_llm.data.prompts import Prompter, form_of, last_answer
@@ -185,7 +184,7 @@ def _terminated(context: CheckContext, batches: Batches) -> Batches:
 def diversity(context: CheckContext) -> str:
     """The diversity term is zero for agents that are alike, positive for others, and has a finite gradient."""
     trainer = context.trainer
-    if not isinstance(trainer.objective, Objective):
+    if not isinstance(trainer.objective, NextToken):
         return f"none: objective {trainer.config.objective}"
     examples = trainer.courses.each[0].rows
     rows = [examples[number] for number in range(min(2, len(examples)))]

@@ -33,9 +33,8 @@ from ci_llm.crowd.generation import targets_of
 from ci_llm.crowd.given_path import is_base, require_checkpoint
 from ci_llm.crowd.judging import Classes, Ranking, rank
 from ci_llm.crowd.metrics import Reader
-from ci_llm.crowd.model import default_names
-from ci_llm.crowd.preferences import Preferences
-from ci_llm.crowd.pretrained import located
+from ci_llm.crowd.objective import Preferences
+from ci_llm.crowd.pretrained import default_names, located
 from ci_llm.crowd.rewarding import RewardScorer
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.order import share

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from ci_llm.core.memory import unless_out_of_memory
-from ci_llm.crowd.grpo import GrpoObjective
+from ci_llm.crowd.objective import GrpoObjective
 from ci_llm.data.batches import MicroBatch
 from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.objectives.grpo.rewards import failed_elsewhere

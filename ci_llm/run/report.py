@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ci_llm.cluster.deadline import STOPPED_BY_CALLBACK, Pace
 from ci_llm.core.quantities import count
-from ci_llm.crowd.grpo import GrpoObjective, of_metrics
+from ci_llm.crowd.objective import GrpoObjective, of_metrics
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.logs.progress import Position
 from ci_llm.run.attempt import RunAttempt

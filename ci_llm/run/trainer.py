@@ -15,7 +15,7 @@ import torch
 from ci_llm.agents.agent import Agent, courses_of
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.grpo import TrainedObjective
+from ci_llm.crowd.objective import TrainedObjective
 from ci_llm.data.agent_rows import Courses
 from ci_llm.distributed.processes import Processes
 from ci_llm.run.end.watchdog import Heartbeat

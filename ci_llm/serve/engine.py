@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ci_llm.crowd import generation
+from ci_llm.crowd import asking, generation
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.answers import Logistic, TokenUncertainty, calibrated, of_text, signals
 from ci_llm.crowd.decoder import Decoder
@@ -137,7 +137,7 @@ class TextJob(Job):
     lines: list[TokenLine] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     stopped: bool = False
-    text: generation.TextSoFar | None = None
+    text: asking.TextSoFar | None = None
     request: Request | None = None
 
     def asked(self, crowd: CrowdModel) -> list[Request]:
@@ -147,7 +147,7 @@ class TextJob(Job):
             self.tell(Piece(str(_prompter(crowd).tokenizer.decode(list(self.prompt))), lines))
         if call.only_echo:
             return []
-        self.text = generation.TextSoFar(_prompter(crowd).tokenizer, call.body.stop, self.pieces.append)
+        self.text = asking.TextSoFar(_prompter(crowd).tokenizer, call.body.stop, self.pieces.append)
         self.request = Request(
             self.prompt,
             call.decoding,
@@ -205,7 +205,7 @@ class AgentsJob(Job):
     """
 
     texts: list[Request] = field(default_factory=list)
-    stops: dict[Request, generation.TextSoFar] = field(default_factory=dict)
+    stops: dict[Request, asking.TextSoFar] = field(default_factory=dict)
 
     def asked(self, crowd: CrowdModel) -> list[Request]:
         call, tokenizer = self.call, _prompter(crowd).tokenizer
@@ -215,7 +215,7 @@ class AgentsJob(Job):
         for request in self.texts:
             request.tag = self
         if call.body.stop:
-            self.stops = {request: generation.TextSoFar(tokenizer, call.body.stop) for request in self.texts}
+            self.stops = {request: asking.TextSoFar(tokenizer, call.body.stop) for request in self.texts}
         return self.texts
 
     def take(self, request: Request) -> bool:
@@ -243,7 +243,7 @@ class AgentsJob(Job):
         return lambda texts: generation.final_answers(self._worded(texts, crowd))
 
     def _worded(self, texts: Sequence[Sequence[int]], crowd: CrowdModel) -> list[str]:
-        return [generation.cut(_prompter(crowd).text(list(ids)), self.call.body.stop) for ids in texts]
+        return [asking.cut(_prompter(crowd).text(list(ids)), self.call.body.stop) for ids in texts]
 
 
 def jobs_of(call: Call) -> list[list[Job]]:

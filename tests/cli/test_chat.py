@@ -35,7 +35,7 @@ HELD = """
 import sys, time
 from pathlib import Path
 from ci_llm.cli.main import main
-from ci_llm.crowd.generation import TextSoFar
+from ci_llm.crowd.asking import TextSoFar
 update, held = TextSoFar.update, Path(sys.argv[2]).parent / "held"
 def update_and_stand(self, ids):
     over = update(self, ids)

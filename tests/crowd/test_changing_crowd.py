@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.objective import NextToken
 from ci_llm.data.batches import Batch
 from ci_llm.lora.settings import LoraSettings
 from tests.support.micro_steps import micro_step
@@ -31,7 +31,7 @@ def crowd_of(entries: Sequence[dict[str, Any]], dtype: torch.dtype) -> Crowd:
 def move(crowd: Crowd, step: int, rows: Batch) -> None:
     """A step of plain gradient descent, clipped."""
     crowd.storage.begin_step(step)
-    micro_step(crowd, Objective(), rows, step)
+    micro_step(crowd, NextToken(), rows, step)
     crowd.storage.clip([0.5] * crowd.num_agents)
     for row in crowd.storage.rows:
         assert row.grad is not None

@@ -13,7 +13,7 @@ import torch
 from ci_llm.config import Config, load_config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
-from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.objective import NextToken
 from ci_llm.errors import CiLlmError, ForeignCheckpoint, ModelError
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.run.start.agent_settings import lora_settings
@@ -94,7 +94,7 @@ def test_adapters_that_are_not_plain_lora_are_refused(changes: Any, message: str
 
 def trained(made: Crowd, diversity: str = "none") -> Crowd:
     """After three steps."""
-    objective = Objective(diversity, 0.5)
+    objective = NextToken(diversity, 0.5)
     optimizer = torch.optim.AdamW([{"params": [row]} for row in made.storage.rows], lr=1e-2)
     torch.manual_seed(0)
     made.train()

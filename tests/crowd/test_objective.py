@@ -12,7 +12,7 @@ from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.diversity import jensen_gap, sliced_wasserstein, unit_directions
 from ci_llm.crowd.model import CrowdOutput
-from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.objective import NextToken
 from ci_llm.data.batches import Batch
 from ci_llm.lora.passes import Head, target_log_probs
 from ci_llm.lora.settings import LoraSettings
@@ -127,7 +127,7 @@ def test_the_gap_is_a_sum_over_tokens_and_that_of_the_crowds_loss(crowd: Crowd) 
 def test_diversity_none_adds_no_term_and_measures_the_gap(crowd: Crowd) -> None:
     packed = batch((9, 17))
     output = output_of(crowd, packed)
-    loss = Objective("none", weight=5.0)(output, step=0)
+    loss = NextToken("none", weight=5.0)(output, step=0)
     assert loss.total.item() == pytest.approx(-output.log_probs.sum().item(), rel=1e-12)
     assert loss.diversity.item() == pytest.approx(jensen_gap(output.log_probs, ALL_AGENTS).item(), rel=1e-12)
 
@@ -135,7 +135,7 @@ def test_diversity_none_adds_no_term_and_measures_the_gap(crowd: Crowd) -> None:
 def test_swd_is_bounded_and_left_out_for_a_single_row(crowd: Crowd) -> None:
     packed = batch((9, 17, 12))
     output = output_of(crowd, packed)
-    objective = Objective("swd", weight=1.0)
+    objective = NextToken("swd", weight=1.0)
     loss = objective(output, step=2)
     value = loss.diversity.item() / packed.num_targets
     assert 0 < value <= 4
@@ -146,7 +146,7 @@ def test_swd_is_bounded_and_left_out_for_a_single_row(crowd: Crowd) -> None:
 
 
 def test_swd_reads_the_last_state_of_every_row(crowd: Crowd) -> None:
-    output, objective = output_of(crowd, batch((5, 8))), Objective("swd", weight=1.0)
+    output, objective = output_of(crowd, batch((5, 8))), NextToken("swd", weight=1.0)
     lasts = torch.zeros_like(output.states)
     lasts[:, [4, 12]] = output.states[:, [4, 12]]
     assert objective(replace(output, states=lasts), step=2).diversity == objective(output, step=2).diversity

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ci_llm.base.load import load_base
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.objective import NextToken
 from ci_llm.data.batches import Batch
 from ci_llm.errors import BadInput, ModelError
 from ci_llm.lora.settings import LoraSettings
@@ -57,7 +57,7 @@ def train(
         storage.weights[sick].fill_(float("nan"))
     each_own = [agent.settings for agent in crowd.agents]
     keys = tuple((own.seed, 0) if draws else None for own, draws in zip(each_own, bootstrap, strict=False))
-    objective = Objective(bootstrap=keys if any(keys) else ())
+    objective = NextToken(bootstrap=keys if any(keys) else ())
     optimizer = torch.optim.AdamW(
         [{"params": [row], "lr": 1e-2 / own.rank} for row, own in zip(storage.rows, each_own, strict=True)],
         fused=True,
@@ -220,7 +220,7 @@ def test_three_optimizer_steps_equal_peft_on_rows_of_each_agents_own() -> None:
 def test_a_form_of_diversity_that_compares_agents_is_refused() -> None:
     crowd = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").train()
     with pytest.raises(BadInput, match="diversity swd has gradients through all agents"):
-        micro_step(crowd, Objective(diversity="swd", weight=0.1), owned((SHORT[0], LONG[0])), 0)
+        micro_step(crowd, NextToken(diversity="swd", weight=0.1), owned((SHORT[0], LONG[0])), 0)
 
 
 def test_a_layer_that_reads_other_tokens_is_refused() -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.objective import Objective, bootstrap_weights
+from ci_llm.crowd.objective import NextToken, bootstrap_weights
 from ci_llm.data.batches import Batch, pack
 from ci_llm.lora.settings import LoraSettings
 from tests.support.campaign import sampled
@@ -85,7 +85,7 @@ def train(
     for step, rows in enumerate(packed or [batch((8 + n, 15, 22 - 2 * n)) for n in range(STEPS)]):
         storage.begin_step(step)
         storage.begin_micro_step(step, 0, 0)
-        loss = Objective()(crowd(rows), step)
+        loss = NextToken()(crowd(rows), step)
         loss.total.backward()
         norms = storage.clip([0.5 * agent.rank for agent in each])
         storage.leave_out([] if sick is None else [sick])
@@ -217,17 +217,17 @@ def test_bootstrap_weights_are_exponential_and_belong_to_agent_and_row() -> None
 def test_row_weights_scale_the_gradient_of_their_agent_alone() -> None:
     model, packed = base(), batch((9, 17))
 
-    def gradients(objective: Objective, rows: Batch) -> Tensor:
+    def gradients(objective: NextToken, rows: Batch) -> Tensor:
         crowd = Crowd(copy.deepcopy(model), LoraSettings(num_agents=2, rank=4), "toy").train()
         crowd.storage.begin_step(0)
         loss = objective(crowd(rows), 0)
-        assert torch.equal(loss.task, Objective()(crowd(rows), 0).task)
+        assert torch.equal(loss.task, NextToken()(crowd(rows), 0).task)
         loss.total.backward()
         return crowd.storage.gradients
 
-    found = gradients(Objective(bootstrap=(None, (5, 0))), packed)
-    assert torch.equal(found[0], gradients(Objective(), packed)[0])
-    parts = [gradients(Objective(), batch_of_one(packed, row))[1] for row in range(2)]
+    found = gradients(NextToken(bootstrap=(None, (5, 0))), packed)
+    assert torch.equal(found[0], gradients(NextToken(), packed)[0])
+    parts = [gradients(NextToken(), batch_of_one(packed, row))[1] for row in range(2)]
     weights = bootstrap_weights([(5, 0)], packed.sample_ids)[0]
     wanted = weights[0] * parts[0] + weights[1] * parts[1]
     assert (found[1] - wanted).norm() < 1e-6 * wanted.norm()  # Llama's norms compute in fp32

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.objective import NextToken
 from ci_llm.data.batches import Batch
 from ci_llm.errors import BadInput
 from ci_llm.lora.kernels import PARTS
@@ -128,7 +128,7 @@ def train(
     told: list[dict[str, Tensor]] = [{} for _ in agents]
     for step, rows in enumerate(steps):
         crowd.storage.begin_step(step)
-        loss = micro_step(crowd, Objective(), rows, step)
+        loss = micro_step(crowd, NextToken(), rows, step)
         for gradient, count in zip(crowd.storage.gradients, loss.targets, strict=True):
             gradient.div_(count)
         norms = crowd.storage.clip([0.5] * len(agents))
@@ -174,7 +174,7 @@ def test_the_losses_gradients_and_gap_are_those_of_one_pass() -> None:
         crowd.storage.weights.normal_(generator=torch.Generator().manual_seed(0)).mul_(0.1)
         crowd.storage.pass_per_agent = each
         crowd.storage.begin_step(0)
-        gaps.append(float(micro_step(crowd, Objective(), rows[0], 0).diversity))
+        gaps.append(float(micro_step(crowd, NextToken(), rows[0], 0).diversity))
     assert gaps[0] == pytest.approx(gaps[1], rel=1e-9)
     assert gaps[0] > 0
 
@@ -187,7 +187,7 @@ def test_agents_without_settings_of_their_own_draw_what_they_draw_alone() -> Non
         crowd = Crowd(base(dtype=torch.float32), LoraSettings(**{**kind, "num_agents": count}), "toy").train()
         crowd.storage.pass_per_agent = True
         crowd.storage.begin_step(0)
-        micro_step(crowd, Objective(), MANY[0][0], 0)
+        micro_step(crowd, NextToken(), MANY[0][0], 0)
         found.append(crowd.storage.gradients[0].clone())
     assert torch.equal(*found)
     assert found[0].any()
@@ -201,7 +201,7 @@ def test_recomputed_layers_know_whose_pass_they_repeat() -> None:
         if recomputed:
             crowd.gradient_checkpointing_enable()
         crowd.storage.begin_step(0)
-        micro_step(crowd, Objective(), rows, 0)
+        micro_step(crowd, NextToken(), rows, 0)
         found.append(crowd.storage.gradients.clone())
     assert torch.equal(*found)
     assert found[0].any(dim=1).all()
@@ -224,7 +224,7 @@ def test_a_form_with_gradients_through_all_agents_is_refused() -> None:
     crowd = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").train()
     crowd.storage.pass_per_agent = True
     with pytest.raises(BadInput, match="diversity swd has gradients through all agents"):
-        micro_step(crowd, Objective("swd", 0.1), MANY[0][0], 0)
+        micro_step(crowd, NextToken("swd", 0.1), MANY[0][0], 0)
 
 
 def test_a_pass_that_fails_leaves_the_crowd_as_it_was() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ci_llm.base.load import load_base
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.preferences import Preferences, StepFacts
+from ci_llm.crowd.objective import Preferences, StepFacts
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.units import Unit, unit_of

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.preferences import Preferences, StepFacts
+from ci_llm.crowd.objective import Preferences, StepFacts
 from ci_llm.data.batches import Batch, pack, without_repeats
 from ci_llm.data.units import Unit, unit_of
 from ci_llm.lora import attention

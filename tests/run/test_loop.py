@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ci_llm.agents.agent import Training
-from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.objective import NextToken
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.run.loop import apply_gradients
 from ci_llm.run.step.nonfinite import HUGE, nonfinite_here
@@ -40,7 +40,7 @@ def test_a_step_clips_each_agents_mean_gradient_and_uses_its_own_rate() -> None:
     for agent in crowd.agents:
         agent.training = Training(lambda _: 0.1, 0.0, limit, course=None)  # type: ignore[arg-type]
     crowd.storage.begin_step(0)
-    Objective()(crowd(packed), step=0).total.backward()
+    NextToken()(crowd(packed), step=0).total.backward()
     verdict = Verdict(
         packed.num_targets, (False,) * K, (*[0.0] * K, *[float(packed.num_targets)] * K, 0.0, 0.0), False, None, False
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ci_llm.core import determinism
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.objective import NextToken
 from ci_llm.data.batches import MicroBatch
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.run import one_layer as module
@@ -40,7 +40,7 @@ def trains(crowd: Crowd) -> Callable[[list[MicroBatch]], Any]:
         crowd.train()
         crowd.storage.begin_step(-1)
         determinism.seed_everything("a key")
-        loss = micro_step(crowd, Objective(), batches[0], -1)
+        loss = micro_step(crowd, NextToken(), batches[0], -1)
         return SimpleNamespace(sums=loss.task)
 
     return train

@@ -26,7 +26,7 @@ from ci_llm.agents.agent import Training
 from ci_llm.cluster.launch import read_launch
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.objective import NextToken
 from ci_llm.data.batches import Batch
 from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
 from ci_llm.distributed.processes import Processes
@@ -109,7 +109,7 @@ class Step:
         self.trainer.rate_of = partial(Trainer.rate_of, self.trainer)
         accelerator, model = processes.accelerator, self.trainer.prepared.model
         self.passes = TrainingPasses(
-            accelerator, model, crowd, Objective(), seed=42, loss_scale=None, tick=lambda: None
+            accelerator, model, crowd, NextToken(), seed=42, loss_scale=None, tick=lambda: None
         )
         for agent in crowd.agents:
             agent.training = Training(lambda _: 1e-3, 0.0, 1.0, course=None)  # type: ignore[arg-type]

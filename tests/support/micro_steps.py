@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from ci_llm.core.determinism import seed_everything
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.grpo import TrainedObjective
-from ci_llm.crowd.objective import StepLoss
+from ci_llm.crowd.objective import StepLoss, TrainedObjective
 from ci_llm.data.batches import Batch, MicroBatch, Owned
 
 

@@ -59,7 +59,7 @@ class TermInputs:
 
 @dataclass(frozen=True)
 class DiversityForm:
-    """A term, and whether agents are rewarded for it; a term without reward is measured for the log only."""
+    """A term; agents are rewarded for it if `rewarded`, and otherwise it is measured for the log only."""
 
     term: Callable[[TermInputs], Tensor]
     rewarded: bool = True

@@ -13,9 +13,7 @@ from ci_llm.agents.agent import Agent, Training
 from ci_llm.config import Config
 from ci_llm.config.own_keys import OWN_KEYS
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.grpo import GrpoObjective, TrainedObjective
-from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.preferences import Preferences
+from ci_llm.crowd.objective import GrpoObjective, NextToken, Preferences, TrainedObjective
 from ci_llm.data.agent_rows import Course
 from ci_llm.data.order import Plan
 from ci_llm.data.tokens import TokenizedRows
@@ -69,7 +67,7 @@ def objective_of(config: Config, crowd: Crowd, num_processes: int) -> TrainedObj
             rewards = rewards_of(config.rewards or (), config.answer_column, config.max_completion_length)
             return GrpoObjective(found, crowd, rewards, num_processes)
         return Preferences(found, crowd, bootstrap)
-    return Objective(config.diversity, config.lambda_sw, seed=config.seed, bootstrap=bootstrap)
+    return NextToken(config.diversity, config.lambda_sw, seed=config.seed, bootstrap=bootstrap)
 
 
 def prepare_agents(

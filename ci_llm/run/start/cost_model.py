@@ -35,7 +35,7 @@ from ci_llm.config.own_keys import AUTO
 from ci_llm.core.numerics import FAST
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.diversity import find_form
-from ci_llm.crowd.objective import Objective
+from ci_llm.crowd.objective import NextToken
 from ci_llm.data.agent_rows import Lengths, sampled
 from ci_llm.data.batches import Batch, MicroBatch
 from ci_llm.data.encoder import Example
@@ -218,7 +218,7 @@ def _micro_step(config: Config, crowd: Crowd, batch: Batch) -> tuple[int, float]
 def _forward_backward(config: Config, crowd: Crowd, rows: MicroBatch) -> None:
     mixed = autocast_dtype(config.mixed_precision)
     with torch.autocast(crowd.device.type, dtype=mixed, enabled=mixed is not None):
-        loss = Objective(config.diversity, config.lambda_sw)(crowd(rows)[0], 0)
+        loss = NextToken(config.diversity, config.lambda_sw)(crowd(rows)[0], 0)
     loss.total.backward()
 
 

@@ -26,10 +26,8 @@ from ci_llm.core.scores import LEAST_ROWS, JudgedBy, measures_of
 from ci_llm.core.work import working
 from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.grpo import GrpoObjective, TrainedObjective
 from ci_llm.crowd.judging import Ranking, rank
-from ci_llm.crowd.objective import Objective
-from ci_llm.crowd.preferences import Preferences
+from ci_llm.crowd.objective import GrpoObjective, NextToken, Preferences, TrainedObjective
 from ci_llm.crowd.rewarding import RewardScorer
 from ci_llm.crowd.scoring import AnswerScores, Questions, Scores, Solved, answer_questions, asked_of, score
 from ci_llm.data.agent_rows import EvaluationRows
@@ -214,7 +212,7 @@ class Evaluator:
     """
 
     at_most: int | None = None
-    objective: TrainedObjective = Objective()
+    objective: TrainedObjective = NextToken()
     judged: Sequence[TokenizedRows] = ()
     note: Callable[..., None] = staticmethod(lambda **_: None)
 

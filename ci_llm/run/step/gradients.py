@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from ci_llm.core.determinism import seed_everything
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.grpo import GrpoObjective, TrainedObjective, num_pairs
-from ci_llm.crowd.objective import Objective, StepLoss
+from ci_llm.crowd.objective import GrpoObjective, NextToken, StepLoss, TrainedObjective, num_pairs
 from ci_llm.data.batches import MicroBatch
 from ci_llm.distributed.ballot import StepSums
 from ci_llm.run.step.nonfinite import nonfinite_here
@@ -54,7 +53,7 @@ class TrainingPasses:
 
     def of_fixed_rows(self) -> TrainingPasses:
         """Passes that do not depend on the step: fixed rows are single ones, whatever is trained on."""
-        objective = self.objective if isinstance(self.objective, Objective) else Objective()
+        objective = self.objective if isinstance(self.objective, NextToken) else NextToken()
         return replace(self, objective=objective, loss_scale=None)
 
     def compute_gradients(self, step: int, micro_batches: Sequence[MicroBatch]) -> Sums:

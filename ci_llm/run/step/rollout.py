@@ -28,7 +28,7 @@ from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_folder import COMPLETIONS
 from ci_llm.crowd.drawing import Asked, Drawer
 from ci_llm.crowd.generation import continuation
-from ci_llm.crowd.grpo import GrpoObjective
+from ci_llm.crowd.objective import GrpoObjective
 from ci_llm.crowd.rewarding import Asking, rewards_of_group
 from ci_llm.data.agent_rows import Course, Courses
 from ci_llm.data.batches import Batch, MicroBatch, Owned, pack

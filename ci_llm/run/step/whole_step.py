@@ -18,8 +18,7 @@ from torch import Tensor
 from ci_llm.core.determinism import seed_everything
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.grpo import TrainedObjective
-from ci_llm.crowd.preferences import Preferences, StepFacts
+from ci_llm.crowd.objective import Preferences, StepFacts, TrainedObjective
 from ci_llm.data.agent_rows import Course, Courses
 from ci_llm.data.batches import Batch, MicroBatch, Owned, pack
 from ci_llm.data.order import Plan
