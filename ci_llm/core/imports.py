@@ -101,6 +101,8 @@ def may_import(name: str) -> bool:
 def import_named(name: str, key: str) -> Any:
     """The object that `module:name` means in Python, if a user named it; `key` is the key that has it.
 
+    A module may lie in the current folder. That is searched last, so that no file there hides a library.
+
     Raises:
         ConfigError: only a checkpoint names it, or there is no such object.
     """
@@ -108,13 +110,15 @@ def import_named(name: str, key: str) -> Any:
         what = f"a checkpoint names the function {name}, and no code is imported on its word"
         raise ConfigError(what, where=f"{key}: {name}", hint=f"name it yourself, if you trust it: {key}={name}")
     module, _, attribute = name.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # and it stays: the module may import its neighbours when it is called
     try:
         return getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"there is no such {key}: {error}",
             where=f"{key}: {name}",
-            hint="write module:name, of a module that Python finds: in the present folder with PYTHONPATH=.",
+            hint="write module:name, of a module in the current folder or one that is installed",
         ) from error
 
 

@@ -66,6 +66,5 @@ def stage(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     """A copy of it, as the current folder."""
     shutil.copytree(finished, tmp_path / "stage", symlinks=True)
     monkeypatch.chdir(tmp_path / "stage")
-    monkeypatch.syspath_prepend(tmp_path / "stage")  # as for `python train.py`
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     return tmp_path / "stage"
