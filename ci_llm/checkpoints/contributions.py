@@ -1,34 +1,20 @@
 """The contribution of each process to one save: its vote whether it is due, and its part of the state.
 
-A loop asks about every step, so the votes on a step are one small all-reduce, counted once. A save costs one exchange
-of messages more. It carries everything that the others must know before process 0 may begin: whether a process has
-failed, whether gradients of an unfinished window wait on any of them, and the parts of the state that each process has
-of its own. Nothing is confirmed after it.
+A save costs one exchange of messages more than the votes on its step (due.py). It carries everything that the others
+must know before process 0 may begin: whether a process has failed, whether gradients of an unfinished window wait on
+any of them, and the parts of the state that each process has of its own. Nothing is confirmed after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from ci_llm.checkpoints.due import Votes
 from ci_llm.checkpoints.state_files import StateEntry, from_bytes, to_bytes
 from ci_llm.distributed.side_channel import num_processes
 from ci_llm.errors import CheckpointError, ForeignCheckpoint
-
-
-class Votes(NamedTuple):
-    """For each question, the number of processes that answer yes."""
-
-    stop: int
-    save_requested: int
-    due: int
-    newer: int
-
-    @property
-    def wanted(self) -> bool:
-        """True if any process finds a save due, apart from `force`."""
-        return bool(self.due or self.stop or self.save_requested)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class FileImage:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest says about one file: its bytes, and their digest."""
+    """The record of one file in the manifest: its bytes, and their digest."""
 
     size: int
     digest: str

@@ -154,7 +154,7 @@ class _Attempt:
             own = self._module.state_dict()
             nothing: dict[str, Any] = {"state_dict": own, "optimizer_states": [], "lr_schedulers": []}
             return {**nothing, "pytorch-lightning_version": lightning.__version__}
-        where = str(self._saver.manager.path(step))
+        where = str(self._saver.manager.store.path(step))
         saved = self._saver.manager.restore(step)
         if "lightning" not in saved:
             raise ForeignCheckpoint("this checkpoint is not of Lightning", where=where, hint="give another folder")

@@ -151,7 +151,7 @@ class _Attempt:
             setattr(trainer, name, partial(_shielded, getattr(trainer, name)))
         self.source: str | None = None
         if saver.step is not None:
-            self.source = str(saver.manager.path(saver.step))
+            self.source = str(saver.manager.store.path(saver.step))
             # Trainer would look for files in its own formats; `begin` reads ours, once the optimizer exists.
             trainer._load_from_checkpoint = self._leave_to_us
 

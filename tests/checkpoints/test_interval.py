@@ -73,7 +73,7 @@ def test_attempts_hand_on_how_long_they_lived_and_which_of_them_failed(tmp_path:
     assert live(tmp_path, 3, lived_s=70.0) == FailureHistory(220.0, 1, False)  # the second left in peace
     for _ in range(2):  # two more that die before they save anything
         with CheckpointManager(tmp_path) as manager:
-            manager._store.acquire_lease()
+            manager.store.acquire_lease()
     assert live(tmp_path, 4, lived_s=80.0, finished=True) == FailureHistory(300.0, 4, False)
     assert live(tmp_path, 5, lived_s=60.0) == FailureHistory(360.0, 4, False)  # the one before had come to its end
     assert FailureHistory(360.0, 4).mtbf_s == (PRIOR_S + 360.0) / 5
@@ -90,5 +90,5 @@ def test_a_manager_saves_at_the_first_interval_and_then_as_often_as_is_best(
             if manager.save(step, {"step": step}):
                 saved.append(step)
                 manager.wait_until_finished()
-                manager._interval._stalls, manager._interval._saves = [0.0], [3.0]
+                manager.saver._interval._stalls, manager.saver._interval._saves = [0.0], [3.0]
     assert saved == [5, 8, 11, 14, 17]

@@ -66,7 +66,7 @@ def test_the_best_are_kept_and_the_newest(behind: bool, tmp_path: Path) -> None:
             assert manager.save(step, {"step": step}, metrics={"loss": loss})
         assert manager.all_steps() == [0, 2, 4]
         assert (manager.best_step(), manager.latest_step()) == (0, 4)
-        assert manager.metrics(2) == {"loss": 2.0}
+        assert manager.metadata(2).info["metrics"] == {"loss": 2.0}
     with open_manager() as manager:  # which has to read what the one before has written
         manager.save(5, {"step": 5}, metrics={"loss": 0.5}, info={"epoch": 1})
         assert manager.all_steps() == [0, 5]
@@ -77,5 +77,5 @@ def test_the_best_are_kept_and_the_newest(behind: bool, tmp_path: Path) -> None:
         assert manager.all_steps() == [5, 6, 7], "one without metrics is not judged"
     with CheckpointManager(tmp_path) as manager:
         assert manager.best_step() == 7, "the newest, without a measure"
-        assert manager.metrics(6) is None
+        assert "metrics" not in manager.metadata(6).info
     assert CheckpointManager(tmp_path / "empty").best_step() is None

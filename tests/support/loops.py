@@ -101,7 +101,7 @@ def failing_behind_together(directory: str) -> int:
         Path(directory, ".attempt-1").rename(Path(directory, ".attempt-9"))
     saver.save(1, lambda: {"a": 1})
     if dist.get_rank() == 0:
-        saver.manager._async_saver._job.exception(DEADLINE_S)  # type: ignore[union-attr]
+        saver.manager.saver.behind._job.exception(DEADLINE_S)  # type: ignore[union-attr]
     try:
         saver.save(2, lambda: {"a": 1})
     except CheckpointError as error:
@@ -169,7 +169,7 @@ def waiting_together(directory: str, full: bool) -> int:
         while not manager.reached_preemption(step := step + 1):
             assert not manager.save(step, {"a": 2})
         assert manager.save(step, {"a": 2})
-        in_flight, saver = True, manager._async_saver
+        in_flight, saver = True, manager.saver.behind
         if rank == 1:  # the save continues only when this process waits for it
             in_flight, wait = manager.is_saving_in_progress(), saver.wait
             saver.wait = lambda: (gate.touch(), wait())[1]
@@ -193,7 +193,7 @@ def leaving_before_the_save_ends(directory: str) -> int:
 
     with CheckpointManager(directory) as manager:
         if dist.get_rank() == 0:
-            manager.acquire_lease()
+            manager.store.acquire_lease()
             Filesystem.write = held_back  # type: ignore[method-assign]
         assert manager.save(0, {"a": 1})
         dist.destroy_process_group()
@@ -213,7 +213,7 @@ def forking(directory: str) -> int:
         return write(disk, handle, data)
 
     with CheckpointManager(directory) as manager:
-        manager._store.acquire_lease()
+        manager.store.acquire_lease()
         Filesystem.write = held_back  # type: ignore[method-assign]
         assert manager.save(1, {"a": 1})
         assert reached.wait(DEADLINE_S)

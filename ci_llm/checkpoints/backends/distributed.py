@@ -133,7 +133,7 @@ def _shapes(entry: StateEntry) -> list[str]:
 
 
 def contents(entries: Sequence[StateEntry]) -> dict[str, str]:
-    """For each key its form and a digest of its tensors: their names, types, shapes and bytes."""
+    """The form of each key and a digest of its tensors: their names, types, shapes and bytes."""
     return {entry.key: " ".join([entry.form, *_digests(entry)]) for entry in entries}
 
 
