@@ -86,10 +86,6 @@ class Due:
             self.restart()
         return bool(votes.newer)
 
-    def begun(self, step: int) -> None:
-        """`step` is saved, or being saved: it is not newer any more."""
-        self._counted = self._counted and (step, self._counted[1]._replace(newer=0))
-
     def restart(self) -> None:
         """The seconds between two saves count from here."""
         self._tried_at = self._clock()

@@ -321,9 +321,7 @@ class CheckpointManager:
         """Look at the folder again at the next call, because somebody else has changed it. On every process."""
         self.wait_until_finished()
         self.store.forget()
-        self.saver.forget()
         self._due.forget()
-        self._retention.forget()
 
     def delete(self, step: int) -> None:
         """Remove a committed step. On every process; process 0 does it.

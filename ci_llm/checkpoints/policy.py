@@ -205,7 +205,7 @@ class RetentionPolicy:
 
     Args:
         most: how many numbered checkpoints to keep: the newest, or with `best_fn` the best; None keeps all.
-        period: multiples of it are never pruned.
+        period: multiples of it are never pruned, and not counted.
         best_fn: the measure of a checkpoint, from the `metrics` that it was saved with. The newest stays as well,
             because the run resumes from it, and so does one that was saved without metrics.
         best_mode: whether more is better ("max"), or less ("min").
@@ -224,7 +224,6 @@ class RetentionPolicy:
         if best_mode not in ("max", "min"):
             raise CheckpointError(f"{best_mode!r} is neither max nor min", where="best_mode")
         self._most, self._period, self._best_fn, self._best_mode = most, period, best_fn, best_mode
-        self._known: dict[tuple[Path, int], Metrics | None] = {}
 
     @property
     def newest(self) -> int | None:
@@ -233,32 +232,27 @@ class RetentionPolicy:
 
     def spared(self, directory: Path, step: int, metrics: Any) -> frozenset[int]:
         """The steps that stay when `step` is saved, with `metrics`. No other save is in flight."""
-        self._known[directory, step] = metrics
         if self._most is None or (self._period is None and self._best_fn is None):
             return frozenset()
         steps = {*numbered_steps(directory), step}
         by_period = {each for each in steps if self._period and each % self._period == 0}
         if self._best_fn is None:
             return frozenset(by_period)
-        measured = {each: self._measure(directory, each) for each in steps}
-        best = sorted((each for each in steps if measured[each] is not None), key=lambda each: (measured[each], each))
-        return frozenset(by_period | {each for each in steps if measured[each] is None} | {*best[-self._most :]})
-
-    def forget(self) -> None:
-        """Forget what steps were saved with: other checkpoints may have their numbers."""
-        self._known.clear()
+        of = {each: metrics if each == step else _metrics_of(directory, each) for each in steps - by_period}
+        measured = {each: self._measure(found) for each, found in of.items()}
+        best = sorted((each for each in of if measured[each] is not None), key=lambda each: (measured[each], each))
+        return frozenset(by_period | {each for each in of if measured[each] is None} | {*best[-self._most :]})
 
     def best_of(self, directory: Path, steps: Collection[int]) -> int | None:
         """The best of `steps`, the newer of two alike; the newest where nothing is measured."""
-        measured = {step: self._measure(directory, step) for step in steps if self._best_fn is not None}
+        if self._best_fn is None:
+            return max(steps, default=None)
+        measured = {step: self._measure(_metrics_of(directory, step)) for step in steps}
         found = [(value, step) for step, value in measured.items() if value is not None]
         return max(found)[1] if found else max(steps, default=None)
 
-    def _measure(self, directory: Path, step: int) -> float | None:
-        """The measure of a step, the more the better; None without metrics."""
-        if (directory, step) not in self._known:
-            self._known[directory, step] = metrics_of(directory, step)
-        metrics = self._known[directory, step]
+    def _measure(self, metrics: Any) -> float | None:
+        """The measure of a step by its metrics, the more the better; None without metrics."""
         if self._best_fn is None or metrics is None:
             return None
         value = float(self._best_fn(metrics))
@@ -267,10 +261,9 @@ class RetentionPolicy:
         return value if self._best_mode == "max" else -value
 
 
-def metrics_of(directory: Path, step: int) -> Metrics | None:
+def _metrics_of(directory: Path, step: int) -> Any:
     """The metrics of a step; None without any, or if they cannot be read. Raises CheckpointError: no such step."""
     try:
-        found = read_manifest(folders_of(directory, step)[0]).info.get(METRICS)
+        return read_manifest(folders_of(directory, step)[0]).info.get(METRICS)
     except DamagedCheckpoint:
         return None
-    return found if isinstance(found, Mapping) else None

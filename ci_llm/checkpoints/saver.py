@@ -92,7 +92,7 @@ class Saver:
         self.behind.wait()
         if self._is_main_process:
             return self._store.newest()
-        # Process 0 decides, and has verified them; on the others this is for `should_save` only.
+        # Process 0 decides, and knows what became of it; on the others this is for `should_save` only.
         return max(self._store.all_steps(), default=None) if begun is None else begun
 
     def save(self, step: int, state: State, info: Mapping[str, object], keep: Collection[int], due: Due) -> bool:
@@ -107,14 +107,10 @@ class Saver:
         task = self._backend.prepare(SaveRequest(self._store, step, entries, whole_info, spared.union(keep)))
         self._begun = step
         if not self._asynchronous:
-            saved = self._save_now(task)
-        else:
-            saved = True
-            if task is not None:
-                self.behind.begin(task, self._note, waited_s=time.perf_counter() - began)
-        if saved:
-            due.begun(step)
-        return saved
+            return self._save_now(task)
+        if task is not None:
+            self.behind.begin(task, self._note, waited_s=time.perf_counter() - began)
+        return True
 
     def say_if_saved(self, step: int) -> None:
         """Say that a step which was not saved now is the newest one already."""
@@ -136,10 +132,6 @@ class Saver:
             return self._is_main_process and self._log(self._store.finish(extra, step=step))
 
         return is_true_anywhere(self._processes, work)
-
-    def forget(self) -> None:
-        """The folder has changed. Wait for the save in flight first."""
-        self._begun = None
 
     def close(self) -> None:
         """End the thread, and follow no optimizer any more."""
@@ -191,9 +183,7 @@ class Saver:
             return task is not None and self._note(task.save(partial(snapshot_of, task.entries)))
 
         # Only process 0 knows whether the disk took the checkpoint: telling the others costs one collective more.
-        saved = is_true_anywhere(self._processes, work)
-        self._begun = self._begun if saved else None
-        return saved
+        return is_true_anywhere(self._processes, work)
 
     def _load_failures(self) -> None:
         """Look up the failures before this attempt, where the interval follows from them."""
@@ -208,9 +198,7 @@ class Saver:
         return self._interval.record(left=left)
 
     def _note(self, result: SaveResult) -> bool:
-        if not result.saved:
-            self._begun = None
-        elif self._interval is not None and self._is_main_process:
+        if result.saved and self._interval is not None and self._is_main_process:
             self._interval.measured(self.behind.stall_s if self._asynchronous else result.seconds, result.seconds)
         return self._log(result)
 

@@ -329,7 +329,7 @@ class CheckpointStore:
         """
         if self._opened is None or not self.is_newest(self._opened, at_most):
             self._opened = None  # the old one goes first: never two in memory
-            self._opened = self.open_newest(heal=heal, at_most=at_most)
+            self._opened = self._newest(layout.open_folder, heal, at_most)
         newest = None if self._opened is None else self._opened.manifest.step
         if at_most is None:
             self._newest_known = (newest,)
@@ -350,14 +350,6 @@ class CheckpointStore:
     def forget(self) -> None:
         """The folder has changed otherwise than by a save: look again."""
         self._opened = self._verified = self._newest_known = None
-
-    def open_newest(self, *, heal: bool = True, at_most: int | None = None) -> Opened | None:
-        """The newest step that verifies, with its bytes, so that nobody reads them again.
-
-        Args:
-            at_most: steps after this one are passed over, unread; None for no limit.
-        """
-        return self._newest(layout.open_folder, heal, at_most)
 
     def is_newest(self, opened: Opened, at_most: int | None = None) -> bool:
         """True if a folder that was read is still the newest, and still the same checkpoint; reads its manifest."""
@@ -460,14 +452,15 @@ class CheckpointStore:
         self._held()
         began = time.monotonic()
         final = self.directory / FINAL
-        opened = self.open_newest()
-        if opened is None:
+        newest = self.look()
+        if newest is None:
             raise CheckpointError("no step is committed to make it from", where=str(final))
-        own = step_folder(self.directory, opened.manifest.step).name
+        opened = self.take(newest)
+        own = step_folder(self.directory, newest).name
         cause = self._put(opened, own) if opened.folder == final else None  # nobody else has it meanwhile
         if cause:
-            return _not_saved(final, opened.manifest.step, cause, began)
-        if step not in (None, opened.manifest.step):
+            return _not_saved(final, newest, cause, began)
+        if step not in (None, newest):
             opened = self.read(step)
         _, manifest, contents = opened
         added = {name: FileImage((data,)) for name, data in (extra or {}).items()}

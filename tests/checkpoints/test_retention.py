@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.manifest import MANIFEST, Manifest
 from ci_llm.checkpoints.policy import RetentionPolicy
 
 
@@ -18,21 +19,22 @@ def loss(metrics: dict[str, float]) -> float:
 
 def keeping(folder: Path, measured: dict[int, float | None], **options: Any) -> RetentionPolicy:
     """The retention of a folder with these steps and their losses."""
-    keep = RetentionPolicy(**{"most": 2, **options})
     for step, value in measured.items():
+        info = {} if value is None else {"metrics": {"loss": value}}
         (folder / f"checkpoint_step_{step}").mkdir()
-        keep._known[folder, step] = None if value is None else {"loss": value}
-    return keep
+        (folder / f"checkpoint_step_{step}" / MANIFEST).write_bytes(Manifest(step, 1, 0.0, {}, {}, info).dump())
+    return RetentionPolicy(**{"most": 2, **options})
 
 
 @pytest.mark.parametrize(("mode", "kept"), [("min", {3, 4, 5}), ("max", {1, 2, 3})])
 def test_the_best_steps_and_those_without_a_measure_are_kept(mode: str, kept: set[int], tmp_path: Path) -> None:
     keep = keeping(tmp_path, {1: 5.0, 2: 4.0, 3: None, 4: 2.0}, best_fn=loss, best_mode=mode)
     assert keep.spared(tmp_path, 5, {"loss": 1.0}) == kept
-    assert keep.best_of(tmp_path, [1, 2, 3, 4, 5]) == (5 if mode == "min" else 1)
+    assert keep.best_of(tmp_path, [1, 2, 3, 4]) == (4 if mode == "min" else 1)
     assert keep.best_of(tmp_path, [3]) == 3
     assert keep.best_of(tmp_path, []) is None
-    keep.forget()
+    for folder in tmp_path.iterdir():
+        (folder / MANIFEST).unlink()
     assert keep.best_of(tmp_path, [1, 2, 3, 4]) == 4  # these folders tell nothing, and the newest is taken
 
 
