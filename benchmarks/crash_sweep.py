@@ -125,7 +125,7 @@ def with_dead_writer(root: Path) -> None:
 def with_final(root: Path) -> None:
     with_steps(1)(root)
     with manager(root) as writer:
-        writer.finish({"README.md": b"the first"})
+        writer.saver.finish({"README.md": b"the first"})
         writer.save(2, state(2))
 
 

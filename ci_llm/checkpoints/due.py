@@ -7,10 +7,9 @@ A loop asks about every step, so the votes on a step are one small all-reduce, c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
-from ci_llm.checkpoints.policy import BestInterval, SavePolicy
+from ci_llm.checkpoints.policy import SavePolicy
 from ci_llm.distributed.side_channel import ProcessGroup, run_collectively
 from ci_llm.interrupts import Interrupts
 
@@ -33,7 +32,6 @@ class Due:
     """The answer for each step of a loop.
 
     Args:
-        interval: in the place of the policy's seconds, where it is measured; None where it is not.
         newest: returns the newest step, one in flight included; raises the error of a save that failed in its thread.
         clock: seconds, monotonic.
     """
@@ -41,24 +39,21 @@ class Due:
     def __init__(
         self,
         policy: SavePolicy,
-        interval: BestInterval | None,
         interrupts: Interrupts,
         processes: ProcessGroup,
         newest: Callable[[], int | None],
         clock: Callable[[], float],
     ) -> None:
-        self._policy, self._interval, self._interrupts = policy, interval, interrupts
-        self._processes, self._newest, self._clock = processes, newest, clock
+        self._policy, self._interrupts, self._processes = policy, interrupts, processes
+        self._newest, self._clock = newest, clock
         self._counted: tuple[int, Votes] | None = None
         self._tried_at = clock()
 
     def opinion(self, step: int) -> Votes:
         """The votes of this process alone."""
         stop, requested = self._interrupts.stop_reason is not None, self._interrupts.save_requested
-        newest, policy = self._newest(), self._policy
-        if self._interval is not None:
-            policy = replace(policy, every_seconds=self._interval.seconds)
-        due = policy.due(step, newest=newest, elapsed_s=self._clock() - self._tried_at)
+        newest = self._newest()
+        due = self._policy.due(step, newest=newest, elapsed_s=self._clock() - self._tried_at)
         return Votes(stop, requested, due, newest is None or step > newest)
 
     def vote(self, step: int) -> Votes:

@@ -25,13 +25,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ci_llm.checkpoints.checkpoint import Checkpoint, decode
-from ci_llm.checkpoints.contributions import EachProcess, give_own_parts
 from ci_llm.checkpoints.due import Due
 from ci_llm.checkpoints.gradients import KEY, Gradients
 from ci_llm.checkpoints.manifest import Manifest, read_manifest
-from ci_llm.checkpoints.policy import METRICS, BestInterval, Metrics, RetentionPolicy, SavePolicy
-from ci_llm.checkpoints.restoring import load_into
-from ci_llm.checkpoints.saver import Saver
+from ci_llm.checkpoints.policy import METRICS, BestInterval, RetentionPolicy, SavePolicy
+from ci_llm.checkpoints.restoring import give_own_parts, load_into
+from ci_llm.checkpoints.saver import EachProcess, Saver
 from ci_llm.checkpoints.state_files import State
 from ci_llm.checkpoints.store import CheckpointStore, SaveResult
 from ci_llm.distributed.side_channel import ProcessGroup, TorchProcessGroup
@@ -42,9 +41,9 @@ from ci_llm.interrupts import Interrupts, shield_workers
 class CheckpointManager:
     """The checkpoints of one training loop.
 
-    Reading needs no lease; the first `save` acquires that of the folder. On several processes `save`,
-    `reached_preemption` and `finish` are collectives: every process calls them with the same step, and process 0 writes
-    its own `state`, or each process its part. The next call raises the error of a save in the background.
+    Reading needs no lease; the first `save` acquires that of the folder. On several processes `save` and
+    `reached_preemption` are collectives: every process calls them with the same step, and process 0 writes its own
+    `state`, or each process its part. The next call raises the error of a save in the background.
 
     It logs to loggers below `ci_llm.checkpoints`: warnings about what was not saved, and notes (INFO) about saves.
 
@@ -69,7 +68,7 @@ class CheckpointManager:
 
     Attributes:
         store: the folder, for who changes it otherwise than by a save, while none is in flight: its lease, its line.
-        saver: the way of a save, for a trainer.
+        saver: the way of a save, for a trainer: it also saves without a vote, and makes `final_checkpoint`.
 
     Examples:
         >>> manager = ci_llm.CheckpointManager(folder / "loop", save_interval_steps=2)
@@ -99,12 +98,10 @@ class CheckpointManager:
         processes: ProcessGroup | None = None,
         interrupts: Interrupts | None = None,
     ) -> None:
-        interval = BestInterval(self.clock) if save_interval_seconds == "auto" else None
-        policy = SavePolicy(save_interval_steps, None if save_interval_seconds == "auto" else save_interval_seconds)
+        seconds = BestInterval(self.clock) if save_interval_seconds == "auto" else save_interval_seconds
         self._retention = max_to_keep if isinstance(max_to_keep, RetentionPolicy) else RetentionPolicy(max_to_keep)
         self._interrupts, self._own_interrupts = interrupts or Interrupts(), interrupts is None
         self._processes = processes or TorchProcessGroup(getattr(accelerator, "device", None))
-        self._closed = False
         shield_workers(*getattr(accelerator, "_dataloaders", ()))
         self.store = CheckpointStore(
             Path(directory).absolute(),  # the loop may change the working folder, also while a save is in flight
@@ -119,9 +116,10 @@ class CheckpointManager:
             checkpoint_backend,
             asynchronous=async_save,
             optimizers=optimizers,
-            interval=interval,
+            interval=seconds if isinstance(seconds, BestInterval) else None,
         )
-        self._due = Due(policy, interval, self._interrupts, self._processes, self.saver.newest, self.clock)
+        policy = SavePolicy(save_interval_steps, seconds)
+        self._due = Due(policy, self._interrupts, self._processes, self.saver.newest, self.clock)
 
     # Saving
 
@@ -134,7 +132,7 @@ class CheckpointManager:
         step: int,
         state: State,
         *,
-        metrics: Metrics | None = None,
+        metrics: Mapping[str, Any] | None = None,
         force: bool = False,
         info: Mapping[str, object] | None = None,
         keep: Collection[int] = (),
@@ -160,7 +158,7 @@ class CheckpointManager:
                 that a lack of memory for the copy is told to the others by `wait_until_finished` only.
             WriterBusy: another process writes to this folder, or has taken it over.
         """
-        self._require_open()
+        self.saver.require_open()
         self.store.let_go()
         whole_info = {**(info or {}), **({} if metrics is None else {METRICS: metrics})}
         if (force or self._due.is_due(step)) and self.saver.save(step, state, whole_info, keep, self._due):
@@ -168,27 +166,14 @@ class CheckpointManager:
         self.saver.say_if_saved(step)
         return False
 
-    def save_last(self, step: int, state: State, *, info: Mapping[str, object], keep: Collection[int] = ()) -> bool:
-        """Commit `step` at once and without a collective, as the last of this attempt. Raises as `save` does.
-
-        For process 0 as it ends all others, or a process that has lost a peer: it takes the folder over from the dead.
-        """
-        self._require_open()
-        return self.saver.save_last(step, state, info, keep)
-
     def reached_preemption(self, step: int) -> bool:
         """True if the run shall stop at `step`: a signal has reached any of its processes. A collective.
 
         The answer for a step is the one that `save` acted on at that step, so that a loop never stops unsaved.
         """
-        if self._own_interrupts and not self._interrupts.installed and not self._closed:
+        if self._own_interrupts and not self._interrupts.installed and not self.saver.closed:
             self._interrupts.install()
         return self._due.agreed(step).stop > 0
-
-    def finish(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> bool:
-        """Make `final_checkpoint` of a committed step, the newest by default, and `extra` files. A collective."""
-        self._require_open()
-        return self.saver.finish(extra, step)
 
     @property
     def last_result(self) -> SaveResult | None:
@@ -207,14 +192,9 @@ class CheckpointManager:
         """Return when nothing is in flight, on any process. Raises the error of a save in its thread."""
         self.saver.behind.wait()
 
-    def is_saving_in_progress(self) -> bool:
-        """True if a save is in flight."""
-        return self.saver.behind.busy
-
     def close(self) -> None:
         """Finish what is in flight; release the lease and restore the signal handlers. Then it only reads."""
-        self._closed = True
-        self.store.let_go()
+        self.saver.closed = True
         try:
             self.wait_until_finished()
         finally:
@@ -288,9 +268,9 @@ class CheckpointManager:
         if into is None:
             return state
         give_own_parts(state, into, self._processes.process_index)
-        waiting = self.saver.gradients.own_part(state.pop(KEY, None), into)
+        put_gradients_back = self.saver.gradients.putting_back(state.pop(KEY, None), into)
         load_into(into, state)
-        self.saver.gradients.put_back(waiting)
+        put_gradients_back()
         return into
 
     def all_steps(self) -> list[int]:
@@ -329,11 +309,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: there is no such step.
         """
-        self._require_open()
+        self.saver.require_open()
         self.reload()
         if self._processes.process_index == 0:
             self.store.delete(step)
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise CheckpointError("this manager is closed", where=str(self.directory), hint="make another one")

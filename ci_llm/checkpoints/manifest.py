@@ -119,10 +119,6 @@ class Manifest:
         """
         body = unseal(data, _SEAL, "the manifest")
         _check_version(body.get("format_version"))
-        return cls._of(body)
-
-    @classmethod
-    def _of(cls, body: JsonObject) -> Manifest:
         match body:
             case {
                 "step": int(step),

@@ -11,10 +11,10 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from ci_llm.checkpoints.layout import FINAL, folders_of, numbered_steps
 from ci_llm.checkpoints.manifest import read_manifest
@@ -30,11 +30,12 @@ class SavePolicy:
 
     Args:
         every_steps: at each multiple of it; None never.
-        every_seconds: when so much time has passed since the last save was tried; None never.
+        every_seconds: when so much time has passed since the last save was tried, or as much as an interval says now;
+            None never.
     """
 
     every_steps: int | None = 1
-    every_seconds: float | None = None
+    every_seconds: float | BestInterval | None = None
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_steps < 1:
@@ -50,7 +51,8 @@ class SavePolicy:
         if newest is not None and step <= newest:
             return False
         by_steps = self.every_steps is not None and step % self.every_steps == 0
-        by_time = self.every_seconds is not None and elapsed_s >= self.every_seconds
+        seconds = self.every_seconds.seconds if isinstance(self.every_seconds, BestInterval) else self.every_seconds
+        by_time = seconds is not None and elapsed_s >= seconds
         return by_steps or by_time
 
 
@@ -82,6 +84,10 @@ def best_interval_s(cost_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(share) / 3 + share / 9) - cost_s
 
 
+#: The key of a manifest under which the failures of a run stand.
+FAILURES: Final = "endurance"
+
+
 @dataclass(frozen=True)
 class FailureHistory:
     """The failures of a run as its manifests record them.
@@ -101,7 +107,7 @@ class FailureHistory:
         """The history for attempt number `attempt`, which resumes from `step` of its own or of an earlier one."""
         folders = folders_of(directory, step)
         manifest = read_manifest(folders[0])
-        known: Any = manifest.info.get("endurance", {})
+        known: Any = manifest.info.get(FAILURES, {})
         ended_well = any(folder.name == FINAL for folder in folders)
         return cls(**known).after(attempt - manifest.attempt, ended_well=ended_well)
 
@@ -148,16 +154,12 @@ class BestInterval:
         if self._past is None:
             self._past = FailureHistory() if newest is None else FailureHistory.before(directory, newest, attempt)
 
-    def record(self, *, left: bool) -> dict[str, Any]:
-        """The entry of the manifest that the next attempt reads.
+    def history(self, *, left: bool) -> FailureHistory:
+        """The failures as a save at this moment records them.
 
         Args:
             left: whether this attempt was asked to stop.
         """
-        return {"endurance": asdict(self.history(left=left))}
-
-    def history(self, *, left: bool) -> FailureHistory:
-        """The failures as a save at this moment records them. `left` as in `record`."""
         return replace(self._so_far, left=left)
 
     def measured(self, stall_s: float, save_s: float) -> None:
@@ -196,8 +198,6 @@ class BestInterval:
 
 #: The key of a manifest under which the `metrics` of a save stand.
 METRICS: Final = "metrics"
-
-Metrics: TypeAlias = "Mapping[str, Any]"
 
 
 class RetentionPolicy:

@@ -8,7 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ci_llm.checkpoints.saver import EachProcess, own_parts
+from ci_llm.distributed.side_channel import num_processes
 from ci_llm.errors import ForeignCheckpoint
+
+
+def give_own_parts(state: dict[str, Any], objects: Any, index: int) -> None:
+    """Keep of a restored state what this process had of its own, wherever `objects` hold an `EachProcess`.
+
+    Raises:
+        ForeignCheckpoint: it was collected on another number of processes, or was not collected.
+    """
+    here = {f"process{number}" for number in range(num_processes())}
+    for key in own_parts(objects).keys() & state.keys():
+        collected = state[key]
+        if not isinstance(collected, dict) or collected.keys() != here:
+            had = f"what {len(collected)} had" if isinstance(collected, dict) else f"a {type(collected).__name__}"
+            raise ForeignCheckpoint(
+                f"here {len(here)} processes have something of their own, and the checkpoint holds {had}",
+                where=key,
+                hint="restore without `into`, and give each process what it needs of it",
+            )
+        state[key] = EachProcess(collected[f"process{index}"])
 
 
 def load_into(objects: MutableMapping[str, Any], state: Mapping[str, Any]) -> None:
@@ -27,18 +48,18 @@ def load_into(objects: MutableMapping[str, Any], state: Mapping[str, Any]) -> No
             f"the checkpoint holds {sorted(unused)}, which nothing here takes up",
             hint="restore without `into` to get all of it as plain values",
         )
-    taken = {key: state[key] for key in objects if key in state}
-    if missing := sorted(objects.keys() - taken.keys()):
+    if missing := sorted(objects.keys() - state.keys()):
         raise ForeignCheckpoint(f"the checkpoint does not hold {missing}")
     for key, target in objects.items():
-        _check_fit(target, taken[key], key)
-    objects.update({key: _put(target, taken[key], key) for key, target in objects.items()})
+        _check_fit(target, state[key], key)
+    objects.update({key: _put(target, state[key], key) for key, target in objects.items()})
 
 
 def _check_fit(target: object, saved: Any, where: str) -> None:
     """Raise ForeignCheckpoint if `saved` cannot be put into `target`; an object checks its own state later."""
     here = _describe(target)
-    fits = not _is_of_other_kind(saved, target)
+    # A container may be of another type than it was, but not of another kind: a checkpoint does not hold the type.
+    fits = not any(isinstance(target, kind) and not isinstance(saved, kind) for kind in (Mapping, list, tuple))
     items: Iterable[tuple[Any, Any, str]] = ()
     if isinstance(target, Tensor):
         fits = isinstance(saved, Tensor) and (saved.shape, saved.dtype) == (target.shape, target.dtype)
@@ -54,11 +75,6 @@ def _check_fit(target: object, saved: Any, where: str) -> None:
         raise ForeignCheckpoint(f"here is {here}, the checkpoint holds {_describe(saved)}", where=where)
     for item, value, place in items:
         _check_fit(item, value, place)
-
-
-def _is_of_other_kind(saved: object, target: object) -> bool:
-    """True if `target` is a container and `saved` is not of its kind; a checkpoint does not hold the exact type."""
-    return any(isinstance(target, kind) and not isinstance(saved, kind) for kind in (Mapping, list, tuple))
 
 
 def _holds_objects(value: object) -> bool:

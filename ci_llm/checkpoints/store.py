@@ -261,7 +261,8 @@ class CheckpointStore:
         return self._held().work
 
     def close(self) -> None:
-        """Release the lease."""
+        """Release the lease, and the bytes that `look` has kept."""
+        self.let_go()
         if self._lease is not None:
             self._lease.release()
             self._lease = None

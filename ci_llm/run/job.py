@@ -359,7 +359,7 @@ def _watched(trainer: Trainer, attempt: RunAttempt, stacks: Stacks) -> Iterator[
     def save_last(generators: Sequence[dict[str, Any] | None]) -> None:
         """Without a collective: the process ends after it."""
         contents, info = contents_of(trainer, attempt, generators)
-        attempt.manager.save_last(step(), contents, info=info, keep=trainer.kept_steps)
+        attempt.manager.saver.save_last(step(), contents, info=info, keep=trainer.kept_steps)
 
     config, processes, interrupts, pace = trainer.config, trainer.processes, attempt.interrupts, attempt.pace
     send = attempt.mirror.flush_before_kill

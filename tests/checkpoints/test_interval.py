@@ -63,7 +63,7 @@ def live(folder: Path, step: int, *, lived_s: float, stopped: bool = False, fini
             interrupts.request_stop("signal:SIGTERM")
         assert manager.save(step, {"step": step}, force=finished)
         if finished:
-            manager.finish()
+            manager.saver.finish()
         return FailureHistory(**manager.verify(step).info["endurance"])  # type: ignore[arg-type]
 
 

@@ -377,7 +377,7 @@ def test_going_back_deleting_and_finishing(managers: Any) -> None:
         for step in range(5):
             manager.save(step, {"step": step})
         assert manager.all_steps() == [2, 3, 4]
-        assert manager.finish({"README.md": b"hello"})
+        assert manager.saver.finish({"README.md": b"hello"})
         assert len(manager.store.supersede(3)) == 2
         assert manager.latest_step() == 3
         assert manager.save(4, {"step": 40})
@@ -493,7 +493,7 @@ def test_a_process_that_lost_its_peer_takes_over_and_commits_its_last_step(manag
     os.utime(work, (time.time() - SURVIVOR_TIMEOUT_S - 1,) * 2)
     with pytest.raises(WriterBusy):
         survivor.store.acquire_lease()
-    assert survivor.save_last(2, {"a": 2}, info={"epoch": 0.5})
+    assert survivor.saver.save_last(2, {"a": 2}, info={"epoch": 0.5})
     assert survivor.all_steps() == [1, 2]
     assert survivor.verify(2).info["epoch"] == 0.5
     assert not dead.store.holds_lease()
@@ -521,9 +521,9 @@ def test_a_closed_manager_reads_and_says_why_it_does_not_write(managers: Any) ->
     manager.close()
     for write in (
         lambda: manager.save(2, {"a": 2}),
-        lambda: manager.save_last(2, {"a": 2}, info={}),
+        lambda: manager.saver.save_last(2, {"a": 2}, info={}),
         lambda: manager.delete(1),
-        lambda: manager.finish(),
+        manager.saver.finish,
     ):
         with pytest.raises(CheckpointError, match="this manager is closed"):
             write()

@@ -384,7 +384,7 @@ def test_a_disk_that_was_filled_in_part_is_filled_by_the_next_start(
     one = node("one", keep=None)
     one.begin()
     one.save(2, 3)
-    one.manager.finish({"README.md": b"a card"})
+    one.manager.saver.finish({"README.md": b"a card"})
     assert one.mirror.flush(DEADLINE_S)
     monkeypatch.setattr(filling, "pinned_steps", lambda folder: frozenset({2}))  # the best one by validation
     for moment in range(6):

@@ -52,7 +52,7 @@ class Folder:
 
     def finish(self) -> None:
         with CheckpointManager(self.path) as manager:
-            assert manager.finish()
+            assert manager.saver.finish()
 
     def refusal(self, *words: str) -> ConfigError:
         before = sorted(self.path.rglob("*"))

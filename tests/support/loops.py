@@ -74,7 +74,7 @@ def failing_together(directory: str, hopeless: bool) -> int:
         code = 0 if (told if dist.get_rank() == 0 else "another process") in str(error) else 1
     else:
         code = 2
-    saved = manager.save(1, {"fine": 1}) and manager.finish()
+    saved = manager.save(1, {"fine": 1}) and manager.saver.finish()
     dist.destroy_process_group()
     return code if saved else 3
 
@@ -171,7 +171,7 @@ def waiting_together(directory: str, full: bool) -> int:
         assert manager.save(step, {"a": 2})
         in_flight, saver = True, manager.saver.behind
         if rank == 1:  # the save continues only when this process waits for it
-            in_flight, wait = manager.is_saving_in_progress(), saver.wait
+            in_flight, wait = manager.saver.behind.busy, saver.wait
             saver.wait = lambda: (gate.touch(), wait())[1]
         steps = manager.all_steps()
         gate.touch()  # a listing that waits for nothing is over by now

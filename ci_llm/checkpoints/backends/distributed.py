@@ -312,8 +312,7 @@ class Backend:
 
     all_write = True
 
-    def __init__(self, processes: ProcessGroup) -> None:
-        del processes  # the writers communicate on a channel of their own
+    def __init__(self, _: ProcessGroup) -> None:  # the writers communicate on a channel of their own
         self._writer: PartWriter | None = None
 
     def connect(self, *, asynchronous: bool) -> None:

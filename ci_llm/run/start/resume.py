@@ -22,9 +22,9 @@ from torch import nn
 
 from ci_llm.base.load import Base, short_name
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from ci_llm.checkpoints.contributions import EachProcess
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import read_manifest
+from ci_llm.checkpoints.saver import EachProcess
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Change, Config, as_typed, parse_config
 from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
