@@ -69,6 +69,7 @@ class CheckpointManager:
     Attributes:
         store: the folder, for who changes it otherwise than by a save, while none is in flight: its lease, its line.
         saver: the way of a save, for a trainer: it also saves without a vote, and makes `final_checkpoint`.
+        due: whether a step is to be saved, asked before its state is collected.
 
     Examples:
         >>> manager = ci_llm.CheckpointManager(folder / "loop", save_interval_steps=2)
@@ -119,13 +120,13 @@ class CheckpointManager:
             interval=seconds if isinstance(seconds, BestInterval) else None,
         )
         policy = SavePolicy(save_interval_steps, seconds)
-        self._due = Due(policy, self._interrupts, self._processes, self.saver.newest, self.clock)
+        self.due = Due(policy, self._interrupts, self._processes, self.saver.newest, self.clock)
 
     # Saving
 
     def should_save(self, step: int) -> bool:
         """True if this process, asked alone, would save `step`: by the policy, a stop or a request."""
-        return self._due.opinion(step).wanted
+        return self.due.opinion(step).wanted
 
     def save(
         self,
@@ -161,7 +162,7 @@ class CheckpointManager:
         self.saver.require_open()
         self.store.let_go()
         whole_info = {**(info or {}), **({} if metrics is None else {METRICS: metrics})}
-        if (force or self._due.is_due(step)) and self.saver.save(step, state, whole_info, keep, self._due):
+        if (force or self.due.is_due(step)) and self.saver.save(step, state, whole_info, keep, self.due):
             return True
         self.saver.say_if_saved(step)
         return False
@@ -173,7 +174,7 @@ class CheckpointManager:
         """
         if self._own_interrupts and not self._interrupts.installed and not self.saver.closed:
             self._interrupts.install()
-        return self._due.agreed(step).stop > 0
+        return self.due.agreed(step).stop > 0
 
     @property
     def last_result(self) -> SaveResult | None:
@@ -241,7 +242,7 @@ class CheckpointManager:
         step = self.latest_step() if step is None else step
         if step is None:
             raise CheckpointError("there is no checkpoint to restore", where=str(self.directory))
-        self._due.restart()
+        self.due.restart()
         return decode(self.store.take(step))
 
     def restore(
@@ -301,7 +302,7 @@ class CheckpointManager:
         """Look at the folder again at the next call, because somebody else has changed it. On every process."""
         self.wait_until_finished()
         self.store.forget()
-        self._due.forget()
+        self.due.forget()
 
     def delete(self, step: int) -> None:
         """Remove a committed step. On every process; process 0 does it.

@@ -20,7 +20,7 @@ import ci_llm.orbax as ocp
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.durable import Filesystem
 from ci_llm.errors import CheckpointError
-from ci_llm.integrations.saver import Saver
+from ci_llm.integrations.saver import LoopSaver
 from tools.testbed.events import DEADLINE_S
 
 
@@ -94,7 +94,7 @@ def busy_together(directory: str) -> int:
 def failing_behind_together(directory: str) -> int:
     """A save that fails in its thread is an error of every process at the next step of a library's loop."""
     dist.init_process_group("gloo")
-    saver = Saver(directory, {}, torch.device("cpu"))
+    saver = LoopSaver(directory, {}, torch.device("cpu"))
     saver.save(0, lambda: {"a": 1})
     saver.manager.wait_until_finished()
     if dist.get_rank() == 0:
