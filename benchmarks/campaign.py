@@ -350,7 +350,7 @@ def _lost_disk(attempt: Any) -> None:
 
 def _damage(attempt: Any) -> None:
     attempt.manager.wait_until_finished()
-    path = attempt.manager.path(attempt.manager.all_steps()[-1]) / "agent0" / "adapter_model.safetensors"
+    path = attempt.manager.store.path(attempt.manager.all_steps()[-1]) / "agent0" / "adapter_model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

@@ -125,7 +125,7 @@ def with_dead_writer(root: Path) -> None:
 def with_final(root: Path) -> None:
     with_steps(1)(root)
     with manager(root) as writer:
-        writer.finish({"README.md": b"the first"})
+        writer.saver.finish({"README.md": b"the first"})
         writer.save(2, state(2))
 
 
@@ -142,8 +142,8 @@ SCENARIOS = {
         Scenario("replace", with_steps(1), lambda m: m.save(2, state(2)), 1, 2, limit=1),
         Scenario("prune", with_steps(1, 2, 3), lambda m: m.save(1000, state(1000)), 3, 1000, limit=2),
         Scenario("take over", with_dead_writer, lambda m: m.save(2, state(2)), 1, 2, limit=1),
-        Scenario("finish", with_final, lambda m: m.finish({"README.md": b"the last"}), 2, 2),
-        Scenario("go back", with_steps(1, 2, 3), lambda m: len(m.supersede(1)) == 2, 3, 1),
+        Scenario("finish", with_final, lambda m: m.saver.finish({"README.md": b"the last"}), 2, 2),
+        Scenario("go back", with_steps(1, 2, 3), lambda m: len(m.store.supersede(1)) == 2, 3, 1),
         Scenario("first behind", lambda root: None, saved_behind(1), None, 1, behind=True),
         Scenario("replace behind", with_steps(1), saved_behind(2), 1, 2, limit=1, behind=True),
         Scenario("prune behind", with_steps(1, 2, 3), saved_behind(1000), 3, 1000, limit=2, behind=True),
@@ -190,9 +190,9 @@ def fork_victim(root: Path, scenario: Scenario, work: Callable[[CheckpointManage
 
 def writing_thread(writer: CheckpointManager) -> int:
     """The kernel's number of the thread that will write."""
-    if writer._async_saver is None:
+    if not writer.saver._asynchronous:
         return threading.get_native_id()
-    return writer._async_saver._pool.submit(threading.get_native_id).result()
+    return writer.saver.behind._pool.submit(threading.get_native_id).result()
 
 
 def allow_any_tracer() -> None:
@@ -214,7 +214,7 @@ def act_under_fire(root: Path, scenario: Scenario, writer: CheckpointManager) ->
         code = RAISED
     except OSError:
         code = RAISED
-    found = manager(root)._store.latest(heal=False)
+    found = manager(root).store.latest(heal=False)
     allowed = {scenario.new} if code == SAVED else {scenario.old, scenario.new}
     return code if found in allowed and next_step_works(writer) else BROKEN
 

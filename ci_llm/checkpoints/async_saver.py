@@ -44,11 +44,6 @@ class Arena:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self.bodies: list[memoryview] = []
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it keeps."""
-        return self._block.nbytes
-
     def reserve(self, entries: Sequence[StateEntry]) -> list[list[Tensor]]:
         """A place for every tensor of every entry; `bodies` are then the bytes of each entry.
 
@@ -78,7 +73,7 @@ class Arena:
         ]
 
     def _require(self, nbytes: int, pinned: bool) -> None:
-        if nbytes > self.nbytes or (pinned and not self._block.is_pinned()):
+        if nbytes > self._block.nbytes or (pinned and not self._block.is_pinned()):
             self._places, self.bodies = [], []
             was_pinned, self._block = self._block.is_pinned(), torch.empty(0, dtype=torch.uint8)
             if was_pinned:

@@ -6,9 +6,9 @@ Inside a window weights and moments alone do not continue the training, because 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
-from typing import Any, Final, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,13 +25,6 @@ ZEROS = 0
 
 #: A gradient, not kept alive, and its version.
 _Mark: TypeAlias = "tuple[weakref.ref[Tensor], int]"
-
-
-class Restored(NamedTuple):
-    """The gradients of one process, by optimizer and number of the parameter."""
-
-    gradients: dict[Optimizer, dict[int, Any]]
-    accelerator_step: int | None
 
 
 class Gradients:
@@ -100,8 +93,8 @@ class Gradients:
         received = channel.exchange_result_of(own)
         return {f"process{index}": from_bytes(message) for index, message in enumerate(received)}
 
-    def own_part(self, saved: Any, objects: Any) -> Restored:
-        """The gradients that `put_back` will restore; nothing is touched yet.
+    def putting_back(self, saved: Any, objects: Any) -> Callable[[], None]:
+        """The function that makes the gradients those that were saved, and `None` where there were none.
 
         Args:
             saved: what a checkpoint holds under KEY; None if no gradient waited when it was made.
@@ -112,7 +105,7 @@ class Gradients:
         """
         found = self._named(objects)
         if saved is None:
-            return Restored({optimizer: {} for optimizer in found.values()}, None)
+            return partial(self._put_back, {optimizer: {} for optimizer in found.values()}, None)
         own = saved.get(f"process{self._processes.process_index}", {"gradients": {}})
         names = [*own["gradients"]]
         if len(saved) != num_processes() or set(names) - set(found):
@@ -123,16 +116,15 @@ class Gradients:
                 hint="restore into the same optimizers on as many processes, or restore a step at the end of a window",
             )
         by_optimizer = {optimizer: own["gradients"].get(name, {}) for name, optimizer in found.items()}
-        return Restored(by_optimizer, own.get("accelerator_step"))
+        return partial(self._put_back, by_optimizer, own.get("accelerator_step"))
 
-    def put_back(self, part: Restored) -> None:
-        """Make the gradients those that were saved, and `None` where there were none."""
-        for optimizer, gradients in part.gradients.items():
+    def _put_back(self, saved: Mapping[Optimizer, Mapping[int, Any]], accelerator_step: int | None) -> None:
+        for optimizer, gradients in saved.items():
             self._after_step.pop(optimizer, None)  # what comes back waits for the next step, and is not left over
             for index, parameter in enumerate(_parameters(optimizer)):
                 parameter.grad = _as_gradient(gradients.get(index), parameter)
-        if self._accelerator is not None and part.accelerator_step is not None:
-            self._accelerator.step = part.accelerator_step
+        if self._accelerator is not None and accelerator_step is not None:
+            self._accelerator.step = accelerator_step
 
     def _named(self, state: Any) -> dict[str, Optimizer]:
         """The optimizers by their address in the state, then those that are not in it."""

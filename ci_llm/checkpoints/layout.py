@@ -168,7 +168,7 @@ def finish_moves(work: Path, directory: Path, disk: Filesystem) -> None:
 
 
 def in_transit(work: Path) -> list[Path]:
-    """What lies in a work folder on its way to a shelf: it must not be removed with that folder."""
+    """The entries of a work folder on their way to a shelf: they must not be removed with it."""
     found = sorted(entry for shelf in SHELVES for entry in (work / shelf).glob("*"))
     return [entry for entry in found if entry.is_symlink() or not entry.is_dir() or any(entry.iterdir())]
 

@@ -302,7 +302,7 @@ def _number(folder: Path) -> int:
 
 
 def leftovers(directory: Path, older_than: float) -> Iterator[Path]:
-    """What dead attempts left: folders taken over, folders that lost a race, unfinished files, tokens of launches.
+    """The leftovers of dead attempts: folders taken over or beaten in a race, unfinished files, tokens.
 
     Args:
         older_than: time of the disk's clock; a younger unfinished file may still be written, and a younger token may be

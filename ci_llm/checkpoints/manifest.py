@@ -68,7 +68,7 @@ class FileImage:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest says about one file: its bytes, and their digest."""
+    """The record of one file in the manifest: its bytes, and their digest."""
 
     size: int
     digest: str
@@ -119,10 +119,6 @@ class Manifest:
         """
         body = unseal(data, _SEAL, "the manifest")
         _check_version(body.get("format_version"))
-        return cls._of(body)
-
-    @classmethod
-    def _of(cls, body: JsonObject) -> Manifest:
         match body:
             case {
                 "step": int(step),

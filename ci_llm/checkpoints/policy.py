@@ -11,10 +11,10 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from ci_llm.checkpoints.layout import FINAL, folders_of, numbered_steps
 from ci_llm.checkpoints.manifest import read_manifest
@@ -30,11 +30,12 @@ class SavePolicy:
 
     Args:
         every_steps: at each multiple of it; None never.
-        every_seconds: when so much time has passed since the last save was tried; None never.
+        every_seconds: when so much time has passed since the last save was tried, or as much as an interval says now;
+            None never.
     """
 
     every_steps: int | None = 1
-    every_seconds: float | None = None
+    every_seconds: float | BestInterval | None = None
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_steps < 1:
@@ -50,7 +51,8 @@ class SavePolicy:
         if newest is not None and step <= newest:
             return False
         by_steps = self.every_steps is not None and step % self.every_steps == 0
-        by_time = self.every_seconds is not None and elapsed_s >= self.every_seconds
+        seconds = self.every_seconds.seconds if isinstance(self.every_seconds, BestInterval) else self.every_seconds
+        by_time = seconds is not None and elapsed_s >= seconds
         return by_steps or by_time
 
 
@@ -82,6 +84,10 @@ def best_interval_s(cost_s: float, mtbf_s: float) -> float:
     return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(share) / 3 + share / 9) - cost_s
 
 
+#: The key of a manifest under which the failures of a run stand.
+FAILURES: Final = "endurance"
+
+
 @dataclass(frozen=True)
 class FailureHistory:
     """The failures of a run as its manifests record them.
@@ -101,7 +107,7 @@ class FailureHistory:
         """The history for attempt number `attempt`, which resumes from `step` of its own or of an earlier one."""
         folders = folders_of(directory, step)
         manifest = read_manifest(folders[0])
-        known: Any = manifest.info.get("endurance", {})
+        known: Any = manifest.info.get(FAILURES, {})
         ended_well = any(folder.name == FINAL for folder in folders)
         return cls(**known).after(attempt - manifest.attempt, ended_well=ended_well)
 
@@ -148,16 +154,12 @@ class BestInterval:
         if self._past is None:
             self._past = FailureHistory() if newest is None else FailureHistory.before(directory, newest, attempt)
 
-    def record(self, *, left: bool) -> dict[str, Any]:
-        """The entry of the manifest that the next attempt reads.
+    def history(self, *, left: bool) -> FailureHistory:
+        """The failures as a save at this moment records them.
 
         Args:
             left: whether this attempt was asked to stop.
         """
-        return {"endurance": asdict(self.history(left=left))}
-
-    def history(self, *, left: bool) -> FailureHistory:
-        """The failures as a save at this moment records them. `left` as in `record`."""
         return replace(self._so_far, left=left)
 
     def measured(self, stall_s: float, save_s: float) -> None:
@@ -197,15 +199,13 @@ class BestInterval:
 #: The key of a manifest under which the `metrics` of a save stand.
 METRICS: Final = "metrics"
 
-Metrics: TypeAlias = "Mapping[str, Any]"
-
 
 class RetentionPolicy:
     """The rule by which old checkpoints stay although newer ones exist.
 
     Args:
         most: how many numbered checkpoints to keep: the newest, or with `best_fn` the best; None keeps all.
-        period: multiples of it are never pruned.
+        period: multiples of it are never pruned, and not counted.
         best_fn: the measure of a checkpoint, from the `metrics` that it was saved with. The newest stays as well,
             because the run resumes from it, and so does one that was saved without metrics.
         best_mode: whether more is better ("max"), or less ("min").
@@ -224,7 +224,6 @@ class RetentionPolicy:
         if best_mode not in ("max", "min"):
             raise CheckpointError(f"{best_mode!r} is neither max nor min", where="best_mode")
         self._most, self._period, self._best_fn, self._best_mode = most, period, best_fn, best_mode
-        self._known: dict[tuple[Path, int], Metrics | None] = {}
 
     @property
     def newest(self) -> int | None:
@@ -233,32 +232,27 @@ class RetentionPolicy:
 
     def spared(self, directory: Path, step: int, metrics: Any) -> frozenset[int]:
         """The steps that stay when `step` is saved, with `metrics`. No other save is in flight."""
-        self._known[directory, step] = metrics
         if self._most is None or (self._period is None and self._best_fn is None):
             return frozenset()
         steps = {*numbered_steps(directory), step}
         by_period = {each for each in steps if self._period and each % self._period == 0}
         if self._best_fn is None:
             return frozenset(by_period)
-        measured = {each: self._measure(directory, each) for each in steps}
-        best = sorted((each for each in steps if measured[each] is not None), key=lambda each: (measured[each], each))
-        return frozenset(by_period | {each for each in steps if measured[each] is None} | {*best[-self._most :]})
-
-    def forget(self) -> None:
-        """Forget what steps were saved with: other checkpoints may have their numbers."""
-        self._known.clear()
+        of = {each: metrics if each == step else _metrics_of(directory, each) for each in steps - by_period}
+        measured = {each: self._measure(found) for each, found in of.items()}
+        best = sorted((each for each in of if measured[each] is not None), key=lambda each: (measured[each], each))
+        return frozenset(by_period | {each for each in of if measured[each] is None} | {*best[-self._most :]})
 
     def best_of(self, directory: Path, steps: Collection[int]) -> int | None:
         """The best of `steps`, the newer of two alike; the newest where nothing is measured."""
-        measured = {step: self._measure(directory, step) for step in steps if self._best_fn is not None}
+        if self._best_fn is None:
+            return max(steps, default=None)
+        measured = {step: self._measure(_metrics_of(directory, step)) for step in steps}
         found = [(value, step) for step, value in measured.items() if value is not None]
         return max(found)[1] if found else max(steps, default=None)
 
-    def _measure(self, directory: Path, step: int) -> float | None:
-        """The measure of a step, the more the better; None without metrics."""
-        if (directory, step) not in self._known:
-            self._known[directory, step] = metrics_of(directory, step)
-        metrics = self._known[directory, step]
+    def _measure(self, metrics: Any) -> float | None:
+        """The measure of a step by its metrics, the more the better; None without metrics."""
         if self._best_fn is None or metrics is None:
             return None
         value = float(self._best_fn(metrics))
@@ -267,10 +261,9 @@ class RetentionPolicy:
         return value if self._best_mode == "max" else -value
 
 
-def metrics_of(directory: Path, step: int) -> Metrics | None:
+def _metrics_of(directory: Path, step: int) -> Any:
     """The metrics of a step; None without any, or if they cannot be read. Raises CheckpointError: no such step."""
     try:
-        found = read_manifest(folders_of(directory, step)[0]).info.get(METRICS)
+        return read_manifest(folders_of(directory, step)[0]).info.get(METRICS)
     except DamagedCheckpoint:
         return None
-    return found if isinstance(found, Mapping) else None

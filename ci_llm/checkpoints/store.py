@@ -179,7 +179,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What became of one checkpoint.
+    """The result of one save.
 
     Attributes:
         step: its step.
@@ -226,6 +226,9 @@ class CheckpointStore:
         self._limit, self._disk = save_total_limit, disk
         self._timeout, self._owner = writer_timeout, owner
         self._lease: Lease | None = None
+        self._opened: Opened | None = None  # read and verified: `take` needs the same bytes right after
+        self._verified: int | None = None  # the step that was taken last
+        self._newest_known: tuple[int | None] | None = None  # the newest step, where it was looked for
 
     # One writer
 
@@ -254,11 +257,12 @@ class CheckpointStore:
 
     @property
     def staging(self) -> Path:
-        """Where to begin files of this folder (`durable.write_bytes(staging=...)`); gone after a takeover."""
+        """The folder in which files of this one begin (`durable.write_bytes(staging=...)`); gone after a takeover."""
         return self._held().work
 
     def close(self) -> None:
-        """Release the lease."""
+        """Release the lease, and the bytes that `look` has kept."""
+        self.let_go()
         if self._lease is not None:
             self._lease.release()
             self._lease = None
@@ -311,13 +315,42 @@ class CheckpointStore:
         newest = self._newest(verify_folder, heal, None)
         return None if newest is None else newest.step
 
-    def open_newest(self, *, heal: bool = True, at_most: int | None = None) -> Opened | None:
-        """The newest step that verifies, with its bytes, so that nobody reads them again.
+    def newest(self) -> int | None:
+        """As `latest`, for the one writer: it looks once, and knows the newest step until `forget`."""
+        if self._newest_known is None:
+            self.acquire_lease()
+            self._newest_known = (self.latest(),)
+        return self._newest_known[0]
+
+    def look(self, *, heal: bool = True, at_most: int | None = None) -> int | None:
+        """As `latest`; the bytes that were read stay in memory for `take`, and are not read again while they are new.
 
         Args:
-            at_most: steps after this one are passed over, unread; None for no limit.
+            at_most: steps after this one are passed over.
         """
-        return self._newest(layout.open_folder, heal, at_most)
+        if self._opened is None or not self.is_newest(self._opened, at_most):
+            self._opened = None  # the old one goes first: never two in memory
+            self._opened = self._newest(layout.open_folder, heal, at_most)
+        newest = None if self._opened is None else self._opened.manifest.step
+        if at_most is None:
+            self._newest_known = (newest,)
+        return newest
+
+    def take(self, step: int) -> Opened:
+        """The manifest and the files of a step, verified, which `look` may have read. Raises as `read` does."""
+        opened, self._opened = self._opened, None
+        if opened is None or opened.manifest.step != step:
+            opened = self.read(step)
+        self._verified = step
+        return opened
+
+    def let_go(self) -> None:
+        """Free the bytes that `look` has kept."""
+        self._opened = None
+
+    def forget(self) -> None:
+        """The folder has changed otherwise than by a save: look again."""
+        self._opened = self._verified = self._newest_known = None
 
     def is_newest(self, opened: Opened, at_most: int | None = None) -> bool:
         """True if a folder that was read is still the newest, and still the same checkpoint; reads its manifest."""
@@ -329,7 +362,7 @@ class CheckpointStore:
         return False
 
     def _newest(self, look: Callable[[Path], T], heal: bool, at_most: int | None) -> T | None:
-        """What `look` returns for the newest folder that it does not find damaged."""
+        """The value of `look` for the newest folder that it does not find damaged."""
         final = self.directory / FINAL
         if os.path.lexists(final):  # without a manifest it has no step, and `committed` does not list it
             self._look_twice(final, heal, read_manifest)
@@ -344,7 +377,7 @@ class CheckpointStore:
         return self._newest(look, heal, at_most) if set(committed(self.directory)) - set(seen) else None
 
     def _look_twice(self, folder: Path, heal: bool, look: Callable[[Path], T]) -> T | None:
-        """What `look` returns; None if it finds the folder damaged twice, because a disk or a network may fail once."""
+        """The value of `look`; None if it finds the folder damaged twice, because a disk or a network may fail once."""
         with contextlib.suppress(CheckpointError):
             return look(folder)
         try:
@@ -387,6 +420,8 @@ class CheckpointStore:
         manifest = Manifest(step, lease.attempt, time.time(), forms or {}, records, info or {})
         if cause := self._commit(target, files, manifest, others):
             return _not_saved(target, step, cause, began)
+        if self._newest_known is not None:
+            self._newest_known = (max(step, self._newest_known[0] or 0),)
         pruned, note = self._prune(step, keep)
         return SaveResult(step, True, note, manifest.nbytes, time.monotonic() - began, pruned)
 
@@ -418,14 +453,15 @@ class CheckpointStore:
         self._held()
         began = time.monotonic()
         final = self.directory / FINAL
-        opened = self.open_newest()
-        if opened is None:
+        newest = self.look()
+        if newest is None:
             raise CheckpointError("no step is committed to make it from", where=str(final))
-        own = step_folder(self.directory, opened.manifest.step).name
-        cause = self.adopt(opened, own) if opened.folder == final else None  # nobody else has it meanwhile
+        opened = self.take(newest)
+        own = step_folder(self.directory, newest).name
+        cause = self._put(opened, own) if opened.folder == final else None  # nobody else has it meanwhile
         if cause:
-            return _not_saved(final, opened.manifest.step, cause, began)
-        if step not in (None, opened.manifest.step):
+            return _not_saved(final, newest, cause, began)
+        if step not in (None, newest):
             opened = self.read(step)
         _, manifest, contents = opened
         added = {name: FileImage((data,)) for name, data in (extra or {}).items()}
@@ -438,10 +474,15 @@ class CheckpointStore:
             return _not_saved(final, manifest.step, cause, began)
         return SaveResult(manifest.step, True, "", whole.nbytes, time.monotonic() - began)
 
-    def adopt(self, opened: Opened, name: str) -> Exception | None:
-        """Commit what was read, as it is, under this name; returns the error that dropped it. Raises WriterBusy."""
-        files = {key: FileImage((data,)) for key, data in opened.files.items()}
-        return self._commit(self.directory / name, files, opened.manifest)
+    def adopt(self, opened: Opened) -> None:
+        """Commit a checkpoint that was read elsewhere, under its own name and as it is.
+
+        Raises:
+            CheckpointError: the disk refuses it. WriterBusy: another attempt holds the folder.
+        """
+        self.forget()
+        if cause := self._put(opened, opened.folder.name):
+            raise CheckpointError(f"{opened.folder.name} is dropped: {cause}", where=str(self.directory)) from cause
 
     def supersede(self, after_step: int) -> list[Path]:
         """Move every checkpoint newer than `after_step` to `superseded/`; returns where they are now.
@@ -449,6 +490,10 @@ class CheckpointStore:
         Raises:
             WriterBusy: another attempt holds the folder. OSError: the disk refuses one, which is where it was.
         """
+        verified = self._verified
+        self.forget()
+        if verified == after_step:  # it was read byte by byte, and is the newest now: no save has to look again
+            self._newest_known = (after_step,)
         self._held()
         newer = [folder for step, folder in committed(self.directory) if step > after_step]
         # The newest goes last: until then `latest` is what it was, and afterwards it is `after_step`.
@@ -461,13 +506,19 @@ class CheckpointStore:
         Raises:
             WriterBusy: another attempt holds the folder. OSError: the disk refuses it; everything is where it was.
         """
+        self.forget()
         return layout.set_aside(self.directory, entries, self._held().work, self._disk)
 
     def delete(self, step: int) -> None:
         """Remove a committed step. Raises CheckpointError if there is no such step."""
+        self.forget()
         self._remove(self.path(step))
 
     # Committing
+
+    def _put(self, opened: Opened, name: str) -> Exception | None:
+        files = {key: FileImage((data,)) for key, data in opened.files.items()}
+        return self._commit(self.directory / name, files, opened.manifest)
 
     def _commit(
         self, target: Path, files: Mapping[str, FileImage], manifest: Manifest, others: OtherWriters = NO_OTHERS

@@ -182,7 +182,7 @@ def _pull(call: argparse.Namespace) -> int:
         shown = f"{target}: verified"
     else:
         with CheckpointManager(call.to) as manager:
-            manager.acquire_lease()
+            manager.store.acquire_lease()
             fill(reader, manager, RUN_FILES)
             step = manager.latest_step()
         if step is None:
@@ -203,7 +203,7 @@ def _push(call: argparse.Namespace) -> int:
     if not current_line(call.run):
         raise BadInput("there is no checkpoint here", where=str(call.run), hint="give the output_dir of a run")
     with CheckpointManager(call.run) as manager:
-        number = manager.acquire_lease()
+        number = manager.store.acquire_lease()
         mirror = Mirror(call.url, call.run, files=RUN_FILES)
         head = mirror.reader.head()
         step = manager.latest_step() or 0

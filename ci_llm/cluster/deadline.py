@@ -216,7 +216,7 @@ def _deadline(max_runtime_s: float | None, launch: Launch, end: Callable[[Job], 
 
 
 def expected_kill(interrupts: Interrupts, grace_s: float, launch: Launch, deadline: Deadline | None) -> float:
-    """When a run that was asked to stop is expected to be killed, by `time.monotonic()`.
+    """The time at which a run that was asked to stop is expected to be killed, by `time.monotonic()`.
 
     If the reason is the end of its time, at that end. Else when SLURM says, or after `grace_s`, but not later than the
     launcher waits. Infinite where nobody kills: a callback has asked, or the `max_runtime` of a call from Python is

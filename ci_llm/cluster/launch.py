@@ -33,7 +33,7 @@ _NO_NAME: Final = ("", "none")  # the run id of torchrun without --rdzv-id
 
 
 def has_rounds(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the agent of this process begins another round after a failure (`--max-restarts`)."""
+    """True if the agent of this process begins another round after a failure (`--max-restarts`)."""
     text = environ.get("TORCHELASTIC_MAX_RESTARTS", "")
     return text.isdecimal() and int(text) > 0
 
@@ -65,7 +65,7 @@ def job_and_round(environ: Mapping[str, str] = os.environ) -> tuple[str | None, 
 
 
 def names_of_round(environ: Mapping[str, str] = os.environ) -> str:
-    """What to put before the names in the store at which processes meet; empty where each round has a store of its own.
+    """The prefix of names in the store at which processes meet; empty where each round has a store of its own.
 
     An agent that is alone keeps one store for all its rounds, and in it the addresses of those that have died. It
     counts the rounds. The counts of several agents differ, so those must not share a store: see `elastic_notes`.
@@ -177,7 +177,7 @@ class Launch:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this process prints and writes for the run."""
+        """True if this process prints and writes for the run."""
         return self.process_index == 0
 
     @property
@@ -187,7 +187,7 @@ class Launch:
 
     @property
     def forwards_sigterm(self) -> bool:
-        """Whether a SIGTERM to the launcher reaches this process; `accelerate launch` ends without forwarding it."""
+        """True if a SIGTERM to the launcher reaches this process; `accelerate launch` ends without forwarding it."""
         return self.launcher != "accelerate"
 
 
@@ -298,7 +298,7 @@ def _asks(environ: Mapping[str, str], name: str) -> bool:
 
 
 def _shards(environ: Mapping[str, str]) -> bool:
-    """Whether an Accelerate configuration says that one process does not hold a copy of the model."""
+    """True if an Accelerate configuration says that one process does not hold a copy of the model."""
     whole = environ.get("FSDP_VERSION") != "2" and environ.get("FSDP_SHARDING_STRATEGY", "").upper() in (
         "NO_SHARD",
         "3",
@@ -381,7 +381,7 @@ def option(command: Sequence[str], name: str) -> str:
 
 
 def is_cpu_wanted(environ: Mapping[str, str]) -> bool:
-    """Whether the environment says that processes compute on the CPU, in the words of Accelerate."""
+    """True if the environment says that processes compute on the CPU, in the words of Accelerate."""
     return _asks(environ, "ACCELERATE_USE_CPU") or environ.get("ACCELERATE_TORCH_DEVICE", "").startswith("cpu")
 
 
@@ -394,7 +394,7 @@ def shell_line(command: Sequence[str]) -> str:
 
 
 def _is_on_path(program: str) -> bool:
-    """Whether its bare name starts this very program; `make train` starts an interpreter that is not on PATH."""
+    """True if its bare name starts this very program; `make train` starts an interpreter that is not on PATH."""
     found = shutil.which(Path(program).name)
     return found is not None and Path(found).absolute() == Path(program).absolute()
 

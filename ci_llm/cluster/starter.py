@@ -56,7 +56,7 @@ def without_options(words: Sequence[str]) -> list[str]:
 
 
 def processes_to_start(launch: Launch, words: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> int:
-    """How many processes of this machine the command asks for, if nobody has started them yet; else 1.
+    """The number of processes of this machine that the command asks for, if nobody has started them yet; else 1.
 
     `--distributed` asks for one per GPU, and one without a GPU; `--distributed=N` for N. A number that Accelerate was
     asked for counts without a GPU only: with one, each process takes a GPU, and Accelerate starts as many.

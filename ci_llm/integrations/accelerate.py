@@ -41,11 +41,11 @@ from ci_llm.checkpoints.manifest import MANIFEST, read_manifest, verify_folder
 from ci_llm.core import determinism
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import HOOKS_FOLDER, META
+from ci_llm.crowd.state import load_state, shape_of, state_of
 from ci_llm.data.stateful_sampler import StatefulSampler
 from ci_llm.distributed.side_channel import TorchProcessGroup, run_collectively
 from ci_llm.errors import CheckpointError, ConfigError
 from ci_llm.integrations.saver import OWN_CHECKPOINTS, gather_object, require_same, restore_generators
-from ci_llm.lora.settings import SHAPE, LoraSettings
 
 FOLDER = HOOKS_FOLDER
 # The last file that Accelerate writes on the main process, unless objects were registered for checkpointing. The files
@@ -160,8 +160,7 @@ class _Hooks:
         """
         models[:] = [model for model in models if not self._is_crowd(model)]
         state = self._read(Path(folder))
-        for k, name in enumerate(self._crowd.names):
-            self._crowd.agents[k].load_state_dict(state[f"{name}/adapter_model"], folder)
+        load_state(self._crowd, state, folder)
         for name, objects in self._stateful().items():
             for own, saved in zip(objects, state["accelerate"][name], strict=True):
                 own.load_state_dict(saved)
@@ -194,8 +193,7 @@ class _Hooks:
     def _write(self, folder: Path, everyone: list[dict[str, Any]]) -> list[int]:
         if self._accelerator.is_main_process:
             state = {
-                **self._crowd.adapter_files(),
-                META: self._crowd.meta(self._fingerprint),
+                **state_of(self._crowd, self._fingerprint),
                 "accelerate": {
                     name: [one.state_dict() for one in objects] for name, objects in self._stateful().items()
                 },
@@ -229,15 +227,14 @@ class _Hooks:
         return {name: parameter.grad.cpu() for name, parameter in named if parameter.grad is not None}
 
     def _require_same(self, state: dict[str, Any], folder: Path) -> None:
-        def about(meta: dict[str, Any]) -> dict[str, Any]:
-            lora = LoraSettings.from_dict(meta["lora"])
-            shape = {name: lora.common_or_list(name) for name in SHAPE.values()}
-            return {"agents": meta["num_agents"], **shape, "fingerprint of the base": meta["base_fingerprint"]}
+        def about(crowd: dict[str, Any]) -> dict[str, Any]:
+            return shape_of(crowd) | {"fingerprint of the base": crowd[META]["base_fingerprint"]}
 
-        there = about(state[META]) | {name: len(objects) for name, objects in state["accelerate"].items()}
+        there = about(state) | {name: len(objects) for name, objects in state["accelerate"].items()}
         there["processes"] = len(state["processes"])
         there["rows by loader"] = {number: saved["num_rows"] for number, saved in state["samplers"].items()}
-        here = about(self._crowd.meta(self._fingerprint)) | {name: len(own) for name, own in self._stateful().items()}
+        here = about({META: self._crowd.meta(self._fingerprint)})
+        here |= {name: len(objects) for name, objects in self._stateful().items()}
         here["processes"] = self._accelerator.num_processes
         here["rows by loader"] = {number: sampler.num_rows for number, (_, sampler) in self._samplers.items()}
         require_same(there, here, str(folder))

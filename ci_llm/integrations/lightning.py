@@ -23,7 +23,7 @@ from typing import Any
 from ci_llm.core import determinism
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from ci_llm.integrations.saver import (
-    Saver,
+    LoopSaver,
     frozen_digest,
     gather_object,
     load_trained,
@@ -86,7 +86,7 @@ class LightningCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not 
             self._end()
             self.interrupted = None
             _require_fit(trainer)
-            saver = Saver(self._directory, self._settings, trainer.strategy.root_device)
+            saver = LoopSaver(self._directory, self._settings, trainer.strategy.root_device)
             self._attempt = _Attempt(trainer, saver, str(self._directory))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -127,7 +127,7 @@ class LightningCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not 
 class _Attempt:
     """One call of `fit()`."""
 
-    def __init__(self, trainer: Any, saver: Saver, place: str) -> None:
+    def __init__(self, trainer: Any, saver: LoopSaver, place: str) -> None:
         self._trainer, self._saver, self._place = trainer, saver, place
         self._module = trainer.lightning_module
         self._io = _Io(trainer.strategy.checkpoint_io, self)
@@ -154,7 +154,7 @@ class _Attempt:
             own = self._module.state_dict()
             nothing: dict[str, Any] = {"state_dict": own, "optimizer_states": [], "lr_schedulers": []}
             return {**nothing, "pytorch-lightning_version": lightning.__version__}
-        where = str(self._saver.manager.path(step))
+        where = str(self._saver.manager.store.path(step))
         saved = self._saver.manager.restore(step)
         if "lightning" not in saved:
             raise ForeignCheckpoint("this checkpoint is not of Lightning", where=where, hint="give another folder")

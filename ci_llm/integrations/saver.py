@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core import determinism
-from ci_llm.distributed.side_channel import ProcessGroup, TorchProcessGroup, run_collectively
+from ci_llm.distributed.side_channel import TorchProcessGroup, run_collectively
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from ci_llm.interrupts import Interrupts
 
@@ -22,7 +22,7 @@ from ci_llm.interrupts import Interrupts
 OWN_CHECKPOINTS: Final = frozenset({"FSDP", "DEEPSPEED", "MEGATRON_LM"})
 
 
-class Saver:
+class LoopSaver:
     """The checkpoints of one attempt, for a callback: opened before the training, asked at each step, closed after it.
 
     The constructor is a collective, and so are the methods that say so.
@@ -38,15 +38,16 @@ class Saver:
 
     def __init__(self, directory: Path | str, settings: Mapping[str, Any], device: torch.device) -> None:
         self._interrupts = Interrupts()
-        self.manager = CheckpointManager(directory, interrupts=self._interrupts, **settings)
-        self._processes: ProcessGroup = TorchProcessGroup(device)
-        newest = run_collectively(self._processes, self._newest_of_main)
-        self.step = self._saved = newest[1] if newest[0] else None
+        processes = TorchProcessGroup(device)
+        self.manager = CheckpointManager(directory, interrupts=self._interrupts, **{"processes": processes, **settings})
 
-    def _newest_of_main(self) -> tuple[bool, int]:
-        """(whether there is a step, which): looked up by process 0; (false, 0) on the others, so that sums keep it."""
-        step = self.manager.latest_step() if self._processes.process_index == 0 else None
-        return step is not None, step or 0
+        def look() -> list[int]:
+            """Whether there is a step, and which: looked up by process 0; zeros on the others, so that sums keep it."""
+            step = self.manager.latest_step() if processes.process_index == 0 else None
+            return [step is not None, step or 0]
+
+        there_is_one, newest = run_collectively(processes, look)
+        self.step = self._saved = newest if there_is_one else None
 
     def listen(self) -> None:
         """Handle signals from here on, in the place of any other handler."""
@@ -60,17 +61,9 @@ class Saver:
 
     def save(self, step: int, contents: Callable[[], dict[str, Any]], *, force: bool = False) -> None:
         """Save what `contents` returns as `step`, if any process finds that due. A collective, and so is `contents`."""
-        if step == self._saved:
-            return
-        if not force:
-            # In the vote, because `should_save` raises the error of the save before, which one process has alone.
-            votes = run_collectively(
-                self._processes, lambda: [self.manager.should_save(step) or self._interrupts.save_requested]
-            )
-            if not any(votes):
-                return
-        self.manager.save(step, contents(), force=True)
-        self._saved = step
+        if step != self._saved and (force or self.manager.due.is_due(step)):
+            self.manager.save(step, contents(), force=True)
+            self._saved = step
 
     def close(self) -> None:
         """Finish the save in flight; release the folder and restore the signal handlers."""

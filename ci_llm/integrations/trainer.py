@@ -29,7 +29,7 @@ from ci_llm.core import determinism
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from ci_llm.integrations.saver import (
     OWN_CHECKPOINTS,
-    Saver,
+    LoopSaver,
     frozen_digest,
     gather_object,
     load_trained,
@@ -81,7 +81,7 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers
         _require_fit(trainer, self)
         self._end()
         self.interrupted = None
-        self._attempt = _Attempt(trainer, Saver(self._directory, self._settings, trainer.args.device))
+        self._attempt = _Attempt(trainer, LoopSaver(self._directory, self._settings, trainer.args.device))
         self._attempt.saver.listen()
         return self._attempt.source
 
@@ -138,7 +138,7 @@ class _Attempt:
         mark: a hash of the generators after the last step, while only the fetching of batches may draw from them.
     """
 
-    def __init__(self, trainer: Any, saver: Saver) -> None:
+    def __init__(self, trainer: Any, saver: LoopSaver) -> None:
         self._trainer, self.saver, self.stopping = trainer, saver, False
         self._frozen = frozen_digest(trainer.model)
         self._at_epoch: dict[str, Any] | None = None
@@ -151,7 +151,7 @@ class _Attempt:
             setattr(trainer, name, partial(_shielded, getattr(trainer, name)))
         self.source: str | None = None
         if saver.step is not None:
-            self.source = str(saver.manager.path(saver.step))
+            self.source = str(saver.manager.store.path(saver.step))
             # Trainer would look for files in its own formats; `begin` reads ours, once the optimizer exists.
             trainer._load_from_checkpoint = self._leave_to_us
 

@@ -117,7 +117,7 @@ def _fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[st
     own = manager.latest_step()
     found, damage = reader.newest(head, after=-1 if own is None else own)
     if found is not None:
-        manager.acquire_lease()
+        manager.store.acquire_lease()
         if token is None:  # a disk with steps and without a token is that of another run
             write_token(folder, Token(head.run, NOBODY))
         _take(reader, head, found, manager, files)
@@ -134,10 +134,10 @@ def _take(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointM
     _restore(reader, head, manager.directory, files)
     for entry in _wanted(head, newest, manager.directory):
         try:
-            manager.adopt(reader.open(entry))
+            manager.store.adopt(reader.open(entry))
         except DamagedCheckpoint as damage:
             logger.warning(f"mirror    {entry.name} does not come back: {damage.what}")
-    manager.adopt(newest)
+    manager.store.adopt(newest)
     logger.info(f"mirror    step {newest.manifest.step} came from {reader.url}: the disk had no newer one")
 
 
@@ -159,7 +159,7 @@ def _restore(reader: MirrorReader, head: Head, folder: Path, patterns: Collectio
 
 
 def _wanted(head: Head, newest: Opened, folder: Path) -> Iterator[Entry]:
-    """What a run needs beside its newest step, the oldest first: the best one, and the final one if it is complete."""
+    """The steps that a run needs beside its newest, the oldest first: the best one, and the final one if complete."""
     try:
         wanted = pinned_steps(folder)
     except BadInput:  # nobody knows which is the best: all of them

@@ -50,7 +50,7 @@ _STEP = re.compile(r"checkpoint_step_(0|[1-9]\d{0,15})")
 
 
 def is_checkpoint(name: str) -> bool:
-    """Whether a mirror may hold a checkpoint of this name."""
+    """True if a mirror may hold a checkpoint of this name."""
     return name == FINAL or _STEP.fullmatch(name) is not None
 
 
@@ -199,7 +199,7 @@ class Head:
         return replace(self.without(entry.name for entry in newer), superseded=(*self.superseded, *newer))
 
     def quarantined(self, damage: Mapping[str, str]) -> Head:
-        """With steps out of the line that did not verify, by their places, and why."""
+        """This head with the steps of these places, which did not verify, out of its line."""
         hurt = tuple((entry, damage[entry.place]) for entry in self.line if entry.place in damage)
         return replace(self.without(entry.name for entry, _ in hurt), quarantine=(*self.quarantine, *hurt))
 

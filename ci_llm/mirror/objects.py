@@ -162,7 +162,7 @@ def _open_store(url: str) -> ObjectStore:
 
 
 class _Store:
-    """What both kinds of `Objects` share: which errors are those of the store, and what becomes of them."""
+    """The common part of both kinds of `Objects`: which errors are those of the store, and what becomes of them."""
 
     url: str
     _failures: tuple[type[Exception], ...] = (OSError,)

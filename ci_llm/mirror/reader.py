@@ -48,7 +48,7 @@ class MirrorReader:
         self.url = without_secrets(objects.url)
 
     def head(self) -> Head | None:
-        """What the mirror holds; None if nobody has written to it. Raises MirrorUnreachable."""
+        """The head; None if nobody has written to the mirror. Raises MirrorUnreachable."""
         return self.find_head().head
 
     def find_head(self) -> FoundHead:

@@ -53,7 +53,7 @@ _POLL_S: Final = 5.0  # how often the thread looks at its lag while nothing happ
 
 @dataclass(frozen=True)
 class MirrorState:
-    """How a mirror stands, for status.json.
+    """The state of a mirror, for status.json.
 
     Attributes:
         step: the newest step that is committed there; None without any.
@@ -69,7 +69,7 @@ class MirrorState:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Whether it is worth another try: the store failed, or this machine, which may have too many files open."""
+    """True if another try is worth it: the store failed, or this machine, which may have too many files open."""
     if isinstance(error, DamagedCheckpoint | WriterBusy):
         return False
     return isinstance(error, MirrorUnreachable | OSError) or isinstance(error.__cause__, OSError)
@@ -181,7 +181,7 @@ class Mirror:
         return frozenset() if step is None else frozenset({step})
 
     def metrics(self) -> dict[str, float]:
-        """For a line of metrics."""
+        """The lag and the bytes sent, for a line of metrics."""
         if self._thread is None:
             return {}
         state = self._look()
@@ -303,7 +303,7 @@ class Mirror:
             self._work.set()  # what the folder still has is sent again
 
     def _pace(self, nbytes: int) -> None:
-        """Called before bytes go: waits, or gives up what is being sent."""
+        """Wait before bytes go, or give up what is being sent."""
         if self._over.is_set():
             raise _ClosedError
         self._change()

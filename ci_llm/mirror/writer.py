@@ -195,7 +195,7 @@ class MirrorWriter:
         return MirrorUnreachable("the store does not hold the head that was written", where=self._reader.url)
 
     def holds(self, folder: Path) -> bool:
-        """Whether this very step, and not another one of its name, is in the line."""
+        """True if this very step, and not another one of its name, is in the line."""
         known = digest([(folder / MANIFEST).read_bytes()])
         return any(entry.name == folder.name and digest_of(entry.place) == known for entry in self.head.line)
 
@@ -214,7 +214,7 @@ class MirrorWriter:
 
     @contextlib.contextmanager
     def _leaving(self) -> Iterator[None]:
-        """What the store refuses to remove stays until the next claim."""
+        """A block in which the store may refuse to remove something: that stays until the next claim."""
         try:
             yield
         except MirrorUnreachable as error:
@@ -239,7 +239,7 @@ class MirrorWriter:
         return damage
 
     def _is_older(self, key: str) -> bool:
-        """Whether an earlier writer has sent it; a later one may need what this one does not know."""
+        """True if an earlier writer has sent it; a later one may need what this one does not know."""
         sent = SENT.match(key)
         return sent is not None and sent[1] < self.head.writer.partition("-")[0]
 
@@ -270,7 +270,7 @@ def _chunks(path: Path, known: str) -> Iterator[bytes]:
 
 
 def another_run(url: str) -> CheckpointError:
-    """For a mirror whose steps belong to another run."""
+    """The error about a mirror whose steps belong to another run."""
     return WriterBusy(
         "this mirror holds the checkpoints of another run",
         where=f"mirror: {url}",

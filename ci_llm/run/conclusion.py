@@ -97,10 +97,10 @@ def _write_results(trainer: Trainer, attempt: RunAttempt, step: int, found: Eval
     with trainer.heartbeat.resting():
         _require_written(attempt.manager, trainer.processes)
         added = {"README.md": card.encode(), **trainer.checkpoint.agents_tokenizers()}
-        attempt.manager.finish(added, step=None if step == trainer.state.step else step)
+        attempt.manager.saver.finish(added, step=None if step == trainer.state.step else step)
         _require_written(attempt.manager, trainer.processes)
-    if trainer.processes.is_main_process and attempt.manager.holds_lease():
-        write_evaluation(config.run_folder, found, attempt.manager.staging)
+    if trainer.processes.is_main_process and attempt.manager.store.holds_lease():
+        write_evaluation(config.run_folder, found, attempt.manager.store.staging)
 
 
 def _require_written(manager: CheckpointManager, processes: Processes) -> None:

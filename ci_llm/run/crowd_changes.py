@@ -46,7 +46,7 @@ def change_crowd(trainer: Trainer, attempt: RunAttempt, verdict: Verdict) -> boo
         return False
     if verdict.request:
         take = partial(_take_requests, trainer, attempt)
-        changes = trainer.processes.on_main(lambda: take() if attempt.manager.holds_lease() else [])
+        changes = trainer.processes.on_main(lambda: take() if attempt.manager.store.holds_lease() else [])
         trainer.state = trainer.state.with_planned(changes)
     before = trainer.state
     state = before.after_changes()

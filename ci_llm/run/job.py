@@ -186,7 +186,7 @@ def _to_the_end(
         found: Evaluation | None = None
         with attempt.recorded(lambda: trainer.state.step):
             _open(trainer, attempt)
-            manager.connect()
+            manager.saver.connect()
             with _watched(trainer, attempt, stacks):
                 call_event(trainer, attempt, "on_train_begin")
                 stop = trainer.evaluator.vote.reason() or train(trainer, attempt, batches)
@@ -317,7 +317,7 @@ def _begin(trainer: Trainer, attempt: RunAttempt, start: beginning.Start, tracke
 def _open(trainer: Trainer, attempt: RunAttempt) -> None:
     """Open the log of the attempt, write its first status, and remove the metrics of later steps."""
     config, processes, step = trainer.config, trainer.processes, trainer.state.step
-    attempt.log.open(attempt.number, still_held=attempt.manager.holds_lease)
+    attempt.log.open(attempt.number, still_held=attempt.manager.store.holds_lease)
     last = readable_status(config.run_folder) if processes.is_main_process else None
     trainer.evaluator.at_most = processes.broadcast_object(last.evaluation_at_most if last else None)
     earlier = last if step else None
@@ -339,7 +339,8 @@ def _open(trainer: Trainer, attempt: RunAttempt) -> None:
     if (at_most := trainer.evaluator.at_most) is not None:
         _log_lines([f"recovery: at most {at_most} row(s) are evaluated at a time, as memory was short"])
     attempt.mirror.on_change = lambda state: attempt.status.update(mirror=state)
-    attempt.log.truncate_metrics(step if step else -1, attempt.manager.staging if processes.is_main_process else None)
+    staging = attempt.manager.store.staging if processes.is_main_process else None
+    attempt.log.truncate_metrics(step if step else -1, staging)
     attempt.status.start(step)
     for line in outlook(trainer):
         logger.info(line)
@@ -358,13 +359,13 @@ def _watched(trainer: Trainer, attempt: RunAttempt, stacks: Stacks) -> Iterator[
     def save_last(generators: Sequence[dict[str, Any] | None]) -> None:
         """Without a collective: the process ends after it."""
         contents, info = contents_of(trainer, attempt, generators)
-        attempt.manager.save_last(step(), contents, info=info, keep=trainer.kept_steps)
+        attempt.manager.saver.save_last(step(), contents, info=info, keep=trainer.kept_steps)
 
     config, processes, interrupts, pace = trainer.config, trainer.processes, attempt.interrupts, attempt.pace
     send = attempt.mirror.flush_before_kill
     monitors, optimizer = config.monitor_gpu and processes.is_main_process, trainer.checkpoint.optimizer
     with (
-        monitored(config.run_folder, attempt.manager.holds_lease, wanted=monitors),
+        monitored(config.run_folder, attempt.manager.store.holds_lease, wanted=monitors),
         watch_walltime(config.max_runtime, processes.launch, pace, interrupts) as walltime,
         EmergencySave(attempt, interrupts, pace, optimizer, walltime, step=step, save=save_last, send=send),
         Watchdog(attempt, trainer.heartbeat, pace, step, stacks),

@@ -164,7 +164,7 @@ def _nonfinite_response(
     config: Config, last_good: LastGood, processes: Processes, manager: CheckpointManager
 ) -> NonFiniteResponse:
     def may_write() -> bool:
-        return processes.is_main_process and manager.holds_lease()
+        return processes.is_main_process and manager.store.holds_lease()
 
     drops = config.trial_steps is not None
     return NonFiniteResponse(Bounds(), last_good, config.run_folder, may_write, drops_agents=drops)

@@ -234,7 +234,7 @@ class SweepRunner:
             decided = sweep.standings.plan
             # Once more, because an attempt before this one may have written until it lost the folder.
             sweep = Sweep.of(self._reading, processes.on_main, lambda: (decided.steps[-1], decided.per_pass))
-            sweep.staging = lambda: manager.staging
+            sweep.staging = lambda: manager.store.staging
             attempt.status.update(total_steps=sum(steps for _, steps in sweep.standings.plan.segment_steps))
             attempt.status.start(_steps_done(sweep))
             with attempt.recorded(lambda: attempt.status.current.step):

@@ -77,7 +77,7 @@ class Gate:
 
     def open_when_waited_for(self, manager: CheckpointManager, optimizer: torch.optim.Optimizer) -> None:
         """The copy begins when a caller waits for it, or else after the optimizer has changed the weights."""
-        copied = manager._async_saver._copied
+        copied = manager.saver.behind._copied
         wait = copied.wait
         copied.wait = lambda *limit: (self.opened.set(), wait(*limit))[1]
         optimizer.register_step_post_hook(lambda *_: (self.moved.set(), self.opened.set()))
@@ -125,7 +125,7 @@ def test_what_is_not_an_optimizers_may_change_at_once(training: Training, tmp_pa
         manager.save(1, training.state)
         training.forward_and_backward()
         training.optimizer.param_groups[0]["lr"] = 0.5
-        assert not manager._async_saver._copied.is_set()
+        assert not manager.saver.behind._copied.is_set()
         gate.opened.set()
         assert contents(dict(manager.restore(1))) == before
 
@@ -254,8 +254,8 @@ folder = Path(sys.argv[1])
 weight = torch.nn.Parameter(torch.full((1000,), 7.0))
 optimizer = torch.optim.SGD([weight], lr=0.1)
 manager = CheckpointManager(folder, optimizers=[optimizer])
-manager._store._disk = Slow()
-manager._store.acquire_lease()
+manager.store._disk = Slow()
+manager.store.acquire_lease()
 manager.save(1, {"weight": weight})
 assert numbered_steps(manager.directory) == []
 if "lose" in sys.argv:

@@ -43,7 +43,7 @@ def test_a_resumed_run_reads_every_byte_once(run: Path) -> None:
     config = load_config(None, [f"output_dir={run}"])
     with CheckpointManager(run, async_save=False) as manager, costs.bytes_read() as read:
         start = find_start(manager, config, read_beginning(run))
-        manager.acquire_lease()
+        manager.store.acquire_lease()
         prepare(manager, start)
         assert start.source is not None
         assert start.source.step == 2
@@ -54,7 +54,7 @@ def test_a_resumed_run_reads_every_byte_once(run: Path) -> None:
 
 def test_a_final_checkpoint_reads_its_step_once(run: Path) -> None:
     with CheckpointManager(run) as manager, costs.bytes_read() as read:
-        assert manager.finish()
+        assert manager.saver.finish()
     assert times_read(read, run / "checkpoint_step_2") == {1}
 
 

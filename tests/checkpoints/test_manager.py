@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import math
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import hypothesis.strategies as st
@@ -25,10 +27,11 @@ from ci_llm.checkpoints.async_saver import Arena, Copy
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.layout import numbered_steps, open_step
 from ci_llm.checkpoints.lease import Owner
-from ci_llm.checkpoints.manager import CheckpointManager, load_into
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.policy import RetentionPolicy
+from ci_llm.checkpoints.restoring import load_into
 from ci_llm.checkpoints.state_files import DTYPES, hand_off, read_snapshot, take_snapshot, write_safetensors
-from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, CheckpointStore
+from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S
 from ci_llm.core.typed_json import load_json
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint, WriterBusy
 from tests.support import campaign, loops
@@ -45,8 +48,7 @@ def managers(tmp_path: Path) -> Iterator[Any]:
     def make(disk: Any = None, **options: Any) -> CheckpointManager:
         options.setdefault("async_save", False)
         manager = CheckpointManager(tmp_path / "run", **options)
-        limit = manager._retention.newest
-        manager._store = CheckpointStore(tmp_path / "run", disk=disk or CachedDisk(), save_total_limit=limit)
+        manager.store._disk = disk or CachedDisk()
         made.append(manager)
         return manager
 
@@ -375,8 +377,8 @@ def test_going_back_deleting_and_finishing(managers: Any) -> None:
         for step in range(5):
             manager.save(step, {"step": step})
         assert manager.all_steps() == [2, 3, 4]
-        assert manager.finish({"README.md": b"hello"})
-        assert len(manager.supersede(3)) == 2
+        assert manager.saver.finish({"README.md": b"hello"})
+        assert len(manager.store.supersede(3)) == 2
         assert manager.latest_step() == 3
         assert manager.save(4, {"step": 40})
         manager.delete(2)
@@ -391,12 +393,12 @@ def test_the_best_step_is_found_again_after_going_back(managers: Any, max_to_kee
     manager.save(1, {"a": 1}, metrics={"score": 5})
     manager.save(2, {"a": 2}, metrics={"score": 9})
     assert manager.best_step() == 2
-    manager.supersede(1)
+    manager.store.supersede(1)
     manager.save(2, {"a": 3}, metrics={"score": 1})
     assert manager.best_step() == 1
     stranger = managers()
     manager.close()
-    stranger.supersede(0)
+    stranger.store.supersede(0)
     stranger.save(1, {"a": 4}, metrics={"score": 0})
     stranger.save(2, {"a": 5}, metrics={"score": 2})
     manager.reload()
@@ -422,7 +424,7 @@ def test_an_error_of_an_asynchronous_save_is_raised_at_the_next_call(managers: A
     manager.wait_until_finished()
     (tmp_path / "run" / ".attempt-1").rename(tmp_path / "run" / ".attempt-9")
     assert manager.save(10, {"a": 2})
-    manager._async_saver._job.exception(60)
+    manager.saver.behind._job.exception(60)
     with pytest.raises(WriterBusy, match="taken over"):
         manager.save(11, {"a": 3})
 
@@ -447,7 +449,7 @@ def test_a_step_dropped_by_an_asynchronous_save_may_be_saved_again(
 ) -> None:
     disk = FailingDisk(10**9, 28)
     manager = managers(disk=disk, async_save=True)
-    manager._store.acquire_lease()
+    manager.store.acquire_lease()
     disk.lives = disk.changes + 2
     assert manager.save(1, {"a": 1})
     manager.wait_until_finished()
@@ -484,17 +486,17 @@ def test_a_process_that_lost_its_peer_takes_over_and_commits_its_last_step(manag
     """The dead writer has missed one heartbeat, which is too early for an attempt that lost no peer."""
     dead, survivor = managers(async_save=True), managers(async_save=True)
     for manager, number in ((dead, 1), (survivor, 2)):
-        manager._store = CheckpointStore(manager.directory, disk=CachedDisk(), owner=Owner(f"node{number}", 4711))
+        manager.store._owner = Owner(f"node{number}", 4711)
     dead.save(1, {"a": 1})
     dead.wait_until_finished()
     [work] = manager.directory.glob(".attempt-1/*/")
     os.utime(work, (time.time() - SURVIVOR_TIMEOUT_S - 1,) * 2)
     with pytest.raises(WriterBusy):
-        survivor.acquire_lease()
-    assert survivor.save_last(2, {"a": 2}, info={"epoch": 0.5})
+        survivor.store.acquire_lease()
+    assert survivor.saver.save_last(2, {"a": 2}, info={"epoch": 0.5})
     assert survivor.all_steps() == [1, 2]
     assert survivor.verify(2).info["epoch"] == 0.5
-    assert not dead.holds_lease()
+    assert not dead.store.holds_lease()
 
 
 def test_a_checkpoint_from_elsewhere_that_the_disk_refuses_is_an_error(managers: Any, tmp_path: Path) -> None:
@@ -502,13 +504,13 @@ def test_a_checkpoint_from_elsewhere_that_the_disk_refuses_is_an_error(managers:
     there.save(1, {"a": 1})
     disk = FailingDisk(10**9, errno.ENOSPC)
     with CheckpointManager(tmp_path / "here") as manager:
-        manager._store = CheckpointStore(tmp_path / "here", disk=disk)
-        manager.acquire_lease()
+        manager.store._disk = disk
+        manager.store.acquire_lease()
         disk.lives = disk.changes + 3
         with pytest.raises(CheckpointError, match=r"checkpoint_step_1 is dropped: .*No space left"):
-            manager.adopt(open_step(there.directory, 1))
+            manager.store.adopt(open_step(there.directory, 1))
         assert manager.all_steps() == []
-        manager.adopt(open_step(there.directory, 1))
+        manager.store.adopt(open_step(there.directory, 1))
         assert manager.all_steps() == [1]
 
 
@@ -519,10 +521,9 @@ def test_a_closed_manager_reads_and_says_why_it_does_not_write(managers: Any) ->
     manager.close()
     for write in (
         lambda: manager.save(2, {"a": 2}),
-        lambda: manager.save_last(2, {"a": 2}, info={}),
+        lambda: manager.saver.save_last(2, {"a": 2}, info={}),
         lambda: manager.delete(1),
-        lambda: manager.supersede(0),
-        lambda: manager.finish(),
+        manager.saver.finish,
     ):
         with pytest.raises(CheckpointError, match="this manager is closed"):
             write()
@@ -608,7 +609,7 @@ def test_the_last_save_outlasts_the_process_group(server: ForkServer, tmp_path: 
 def test_a_busy_folder_is_refused_on_every_process(server: ForkServer, tmp_path: Path) -> None:
     directory, log = tmp_path / "run", tmp_path / "log"
     with CheckpointManager(directory) as holder:
-        holder.acquire_lease()
+        holder.store.acquire_lease()
         assert server.run(loops.busy_together, log, ranks=2, directory=directory) == [0, 0]
     assert sorted(log.read_text().split()) == ["CheckpointError", "WriterBusy"]
 
@@ -655,6 +656,13 @@ def live_and_be_terminated(directory: Path, names: str) -> int:
     newest = CheckpointManager(directory).latest_step()
     assert newest is not None
     return newest
+
+
+def test_the_manager_stays_small() -> None:
+    """What has a name of its own is not a method of it: the folder, the way of a save, whether a step is due."""
+    assert len(inspect.signature(CheckpointManager).parameters) <= 10
+    methods = [name for name, each in vars(CheckpointManager).items() if isinstance(each, (FunctionType, property))]
+    assert len(methods) <= 25, methods
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def make_run(folder: Path, steps: int = 4) -> Path:
     with CheckpointManager(folder, async_save=False) as manager:
         for step in range(1, steps + 1):
             manager.save(step, state(step), info={"position": 12 * step, "surroundings": {"threads": 1}})
-        manager.finish({"README.md": b"a card"})
+        manager.saver.finish({"README.md": b"a card"})
     return folder
 
 
@@ -81,7 +81,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, Any]:
 def test_list_shows_the_checkpoints_and_those_set_aside(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(run / "checkpoint_step_2" / "optimizer.safetensors", 900)
     with CheckpointManager(run, async_save=False) as manager:
-        manager.supersede(3)
+        manager.store.supersede(3)
     code, listed = told(capsys, "list", run)
     entries = listed["checkpoints"]
     assert code == 0
@@ -120,7 +120,7 @@ def test_a_folder_without_a_run_is_refused_and_a_run_without_a_checkpoint_is_emp
         assert verb("list", tmp_path, *more) == 2
         assert "this folder holds nothing of a run" in capsys.readouterr().err
     with CheckpointManager(tmp_path, async_save=False) as manager:
-        manager.acquire_lease()
+        manager.store.acquire_lease()
         assert verb("list", tmp_path) == 0
     assert verb("list", tmp_path) == 0
     assert capsys.readouterr().out.count(f"no checkpoint in {tmp_path}") == 2

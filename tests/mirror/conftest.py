@@ -52,8 +52,8 @@ class Node:
 
     def claim(self) -> None:
         step = self.manager.latest_step()
-        self.mirror.begin(-1 if step is None else step, self.manager.acquire_lease(), self.found)
-        self.manager.after_save = lambda _: self.mirror.wake()
+        self.mirror.begin(-1 if step is None else step, self.manager.store.acquire_lease(), self.found)
+        self.manager.saver.after_save = lambda _: self.mirror.wake()
 
     def save(self, *steps: int, flush: bool = True) -> None:
         for step in steps:

@@ -66,8 +66,8 @@ def save_and_mirror(folder: str, url: str, address: str, step: int, wiped: bool,
         found = _found(mirror, manager)
         newest = manager.latest_step()
         assert newest is None or dict(manager.metadata(newest).files) == records(newest), "wrong bytes restored"
-        mirror.begin(-1 if newest is None else newest, manager.acquire_lease(), found)
-        manager.after_save = lambda result: mirror.wake()
+        mirror.begin(-1 if newest is None else newest, manager.store.acquire_lease(), found)
+        manager.saver.after_save = lambda result: mirror.wake()
         with (run / RUN_FILES[0]).open("a") as metrics:
             metrics.write(f'{{"step": {step}}}\n')
         assert manager.save(step, state(step))

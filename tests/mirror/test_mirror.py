@@ -41,7 +41,7 @@ def test_an_empty_disk_gets_the_newest_step_its_logs_and_its_count_of_attempts(n
     assert again.begin() == 3
     assert dict(again.manager.metadata(3).files) == records(3)
     assert (again.folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
-    assert again.manager.acquire_lease() == 2
+    assert again.manager.store.acquire_lease() == 2
     again.save(4)
     assert again.line == ["checkpoint_step_4", "checkpoint_step_3"]  # the limit counts what the mirror has
 
@@ -206,8 +206,8 @@ def test_going_back_takes_newer_steps_out_of_the_line_and_keeps_them(node: Nodes
     one.close()
     back = node("one", keep=None)
     back.manager.read(1)
-    back.manager.supersede(1)
-    back.mirror.begin(1, back.manager.acquire_lease(), Found())
+    back.manager.store.supersede(1)
+    back.mirror.begin(1, back.manager.store.acquire_lease(), Found())
     assert back.mirror.flush(DEADLINE_S), back.mirror.state
     assert back.line == ["checkpoint_step_1"]
     assert [each.name for each in back.head.superseded] == ["checkpoint_step_3", "checkpoint_step_2"]
@@ -384,7 +384,7 @@ def test_a_disk_that_was_filled_in_part_is_filled_by_the_next_start(
     one = node("one", keep=None)
     one.begin()
     one.save(2, 3)
-    one.manager.finish({"README.md": b"a card"})
+    one.manager.saver.finish({"README.md": b"a card"})
     assert one.mirror.flush(DEADLINE_S)
     monkeypatch.setattr(filling, "pinned_steps", lambda folder: frozenset({2}))  # the best one by validation
     for moment in range(6):
@@ -403,7 +403,7 @@ def test_a_disk_that_was_filled_in_part_is_filled_by_the_next_start(
 
         with monkeypatch.context() as over:
             over.setattr(other.mirror.reader, "open", ends(other.mirror.reader.open))
-            over.setattr(other.manager, "adopt", ends(other.manager.adopt))
+            over.setattr(other.manager.store, "adopt", ends(other.manager.store.adopt))
             with pytest.raises(MirrorUnreachable):
                 other.fill()
         other.close()
@@ -434,14 +434,14 @@ def test_a_disk_that_was_filled_in_part_does_not_resume_without_the_mirror(
     one.save(1, 2)
     monkeypatch.setattr(filling, "pinned_steps", lambda folder: frozenset({1}))
     other = node("other", keep=None)
-    adopt = other.manager.adopt
+    adopt = other.manager.store.adopt
 
     def best_alone(opened: Opened) -> None:
         if opened.manifest.step == 2:
             raise MirrorUnreachable("503 Service Unavailable")
         adopt(opened)
 
-    monkeypatch.setattr(other.manager, "adopt", best_alone)
+    monkeypatch.setattr(other.manager.store, "adopt", best_alone)
     with pytest.raises(MirrorUnreachable):
         other.fill()
     refusing[1].refuses = lambda verb, key: True

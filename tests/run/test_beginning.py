@@ -39,7 +39,7 @@ class Folder:
         config = load_config(None, [f"output_dir={self.path}", *words])
         with log_lines() as self.lines, CheckpointManager(self.path, async_save=False) as manager:
             start = find_start(manager, config, known_beginning(manager, config), at_most)
-            manager._store.acquire_lease()
+            manager.store.acquire_lease()
             self.lines += [start.note, *prepare(manager, start)]
             for step in saves:
                 assert manager.save(step, state(self.path.name, step))
@@ -52,7 +52,7 @@ class Folder:
 
     def finish(self) -> None:
         with CheckpointManager(self.path) as manager:
-            assert manager.finish()
+            assert manager.saver.finish()
 
     def refusal(self, *words: str) -> ConfigError:
         before = sorted(self.path.rglob("*"))

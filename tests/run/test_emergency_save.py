@@ -41,7 +41,7 @@ def emergency_save(manager: CheckpointManager) -> EmergencySave:
         other,
         other,
         step=lambda: 7,
-        save=lambda _: manager.save_last(7, {"w": torch.ones(3)}, info={}) and None,
+        save=lambda _: manager.saver.save_last(7, {"w": torch.ones(3)}, info={}) and None,
     )
 
 
@@ -50,8 +50,8 @@ def test_a_save_in_flight_that_failed_is_reported_and_the_boundary_saved(
 ) -> None:
     caplog.set_level(logging.INFO, "ci_llm")
     with CheckpointManager(tmp_path / "run") as manager:
-        manager.acquire_lease()
-        manager._store._disk = BrokenOnce()
+        manager.store.acquire_lease()
+        manager.store._disk = BrokenOnce()
         assert manager.save(5, {"w": torch.zeros(3)})
         emergency_save(manager)._save_boundary()
         assert manager.all_steps() == [7]
@@ -64,8 +64,8 @@ def test_an_error_of_the_emergency_save_is_reported_before_the_exit(
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     with CheckpointManager(tmp_path / "run") as manager:
-        manager.acquire_lease()
-        manager._store._disk = BrokenOnce()
+        manager.store.acquire_lease()
+        manager.store._disk = BrokenOnce()
         emergency_save(manager)._save_and_exit()
     assert reported(caplog) == ["the last boundary could not be saved: ZeroDivisionError: a bug"]
     assert codes == [1]

@@ -175,7 +175,7 @@ def test_a_call_interrupted_in_its_last_cleanup_releases_folder_and_log(
     monkeypatch.setattr(*last, broken_off)
     assert train(tmp_path, "max_train_steps=1") == 130
     with CheckpointManager(tmp_path) as manager:
-        manager.acquire_lease()
+        manager.store.acquire_lease()
     assert logging.getLogger("ci_llm").handlers == handlers
 
 

@@ -23,7 +23,7 @@ def run(
         Config(output_dir=str(folder), **keys),
         SimpleNamespace(is_main_process=is_main_process, launch=SimpleNamespace(kill_delay_s=float("inf"))),
         SimpleNamespace(stop_requested_at=told_at),
-        SimpleNamespace(holds_lease=lambda: held),
+        SimpleNamespace(store=SimpleNamespace(holds_lease=lambda: held)),
     )
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ci_llm.checkpoints.contributions import EachProcess
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.saver import EachProcess
 from tools.testbed.crews import enter
 
 #: Everything of torch.distributed in which a process waits for the others.

@@ -20,7 +20,7 @@ import ci_llm.orbax as ocp
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.durable import Filesystem
 from ci_llm.errors import CheckpointError
-from ci_llm.integrations.saver import Saver
+from ci_llm.integrations.saver import LoopSaver
 from tools.testbed.events import DEADLINE_S
 
 
@@ -74,7 +74,7 @@ def failing_together(directory: str, hopeless: bool) -> int:
         code = 0 if (told if dist.get_rank() == 0 else "another process") in str(error) else 1
     else:
         code = 2
-    saved = manager.save(1, {"fine": 1}) and manager.finish()
+    saved = manager.save(1, {"fine": 1}) and manager.saver.finish()
     dist.destroy_process_group()
     return code if saved else 3
 
@@ -94,14 +94,14 @@ def busy_together(directory: str) -> int:
 def failing_behind_together(directory: str) -> int:
     """A save that fails in its thread is an error of every process at the next step of a library's loop."""
     dist.init_process_group("gloo")
-    saver = Saver(directory, {}, torch.device("cpu"))
+    saver = LoopSaver(directory, {}, torch.device("cpu"))
     saver.save(0, lambda: {"a": 1})
     saver.manager.wait_until_finished()
     if dist.get_rank() == 0:
         Path(directory, ".attempt-1").rename(Path(directory, ".attempt-9"))
     saver.save(1, lambda: {"a": 1})
     if dist.get_rank() == 0:
-        saver.manager._async_saver._job.exception(DEADLINE_S)  # type: ignore[union-attr]
+        saver.manager.saver.behind._job.exception(DEADLINE_S)  # type: ignore[union-attr]
     try:
         saver.save(2, lambda: {"a": 1})
     except CheckpointError as error:
@@ -169,9 +169,9 @@ def waiting_together(directory: str, full: bool) -> int:
         while not manager.reached_preemption(step := step + 1):
             assert not manager.save(step, {"a": 2})
         assert manager.save(step, {"a": 2})
-        in_flight, saver = True, manager._async_saver
+        in_flight, saver = True, manager.saver.behind
         if rank == 1:  # the save continues only when this process waits for it
-            in_flight, wait = manager.is_saving_in_progress(), saver.wait
+            in_flight, wait = manager.saver.behind.busy, saver.wait
             saver.wait = lambda: (gate.touch(), wait())[1]
         steps = manager.all_steps()
         gate.touch()  # a listing that waits for nothing is over by now
@@ -193,7 +193,7 @@ def leaving_before_the_save_ends(directory: str) -> int:
 
     with CheckpointManager(directory) as manager:
         if dist.get_rank() == 0:
-            manager.acquire_lease()
+            manager.store.acquire_lease()
             Filesystem.write = held_back  # type: ignore[method-assign]
         assert manager.save(0, {"a": 1})
         dist.destroy_process_group()
@@ -213,7 +213,7 @@ def forking(directory: str) -> int:
         return write(disk, handle, data)
 
     with CheckpointManager(directory) as manager:
-        manager._store.acquire_lease()
+        manager.store.acquire_lease()
         Filesystem.write = held_back  # type: ignore[method-assign]
         assert manager.save(1, {"a": 1})
         assert reached.wait(DEADLINE_S)

@@ -192,7 +192,7 @@ def without_thread(directory: str) -> int:
         raise RuntimeError("can't start new thread")
 
     if rank == 1:
-        manager._async_saver._pool.submit = refuse  # type: ignore[union-attr, method-assign, assignment]
+        manager.saver.behind._pool.submit = refuse  # type: ignore[union-attr, method-assign, assignment]
     error = whatever_goes_wrong(lambda: manager.save(2, state(2)))
     assert (error is None) == (rank != 1), error
     assert rank != 1 or str(error).startswith("can't start new thread")

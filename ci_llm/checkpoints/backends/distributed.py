@@ -6,7 +6,7 @@ while the processes train:
     1. each sends the sizes and digests of the files that it will write: now process 0 knows the manifest;
     2. process 0 sends the path of the draft in its work folder; each writes its files there, syncs and verifies them;
     3. each sends that it has, or its error. Process 0 writes the manifest and commits, or removes the draft;
-    4. process 0 sends the result. On a full disk it may go back to 2 instead.
+    4. process 0 sends the result, after 1 or 2 already if it could not go on.
 
 A process that fails sends that at its next exchange, and so the others never wait for one that has given up. A process
 that has died is an error on all others; what they have written is removed with the draft, or with the attempt.
@@ -133,7 +133,7 @@ def _shapes(entry: StateEntry) -> list[str]:
 
 
 def contents(entries: Sequence[StateEntry]) -> dict[str, str]:
-    """For each key its form and a digest of its tensors: their names, types, shapes and bytes."""
+    """The form of each key and a digest of its tensors: their names, types, shapes and bytes."""
     return {entry.key: " ".join([entry.form, *_digests(entry)]) for entry in entries}
 
 
@@ -243,10 +243,8 @@ class PartWriter:
         return result
 
     def _follow(self, step: int, write: Callable[[Path], Message]) -> SaveResult:
-        while True:
-            order = _exchange(self._channel, {})[0]
-            if "draft" not in order:
-                return SaveResult(**order["result"])
+        order = _exchange(self._channel, {})[0]
+        if "draft" in order:
             message = GAVE_UP
             try:
                 message = write(Path(order["draft"]))
@@ -255,6 +253,8 @@ class PartWriter:
             who = _who_gave_up(received)
             if who is not None:
                 return self._given_up(step, f"process {who} could not write its part")
+            order = _exchange(self._channel, {})[0]
+        return SaveResult(**order["result"])
 
 
 def _write(
@@ -287,7 +287,7 @@ class _Followers(OtherWriters):
             received = _exchange(self._channel, {})
             self._gave_up = _who_gave_up(received)
             if self._gave_up is not None:
-                # This outranks an error of our own disk, after which process 0 would try again without them.
+                # This outranks an error of our own disk, which would drop the checkpoint as a result.
                 raise CheckpointError(f"process {self._gave_up} could not write its part", hint="see what it says")
         for index, each in enumerate(received):
             if "error" in each:
@@ -312,8 +312,7 @@ class Backend:
 
     all_write = True
 
-    def __init__(self, processes: ProcessGroup) -> None:
-        del processes  # the writers communicate on a channel of their own
+    def __init__(self, _: ProcessGroup) -> None:  # the writers communicate on a channel of their own
         self._writer: PartWriter | None = None
 
     def connect(self, *, asynchronous: bool) -> None:

@@ -80,7 +80,7 @@ class Attempt:
         self._take_number(processes.on_main(partial(self._lease, step, prepare)), step)
 
     def _lease(self, step: int, prepare: Callable[[int], object] = lambda number: None) -> int:
-        number, folder = self.manager.acquire_lease(), self.config.run_folder
+        number, folder = self.manager.store.acquire_lease(), self.config.run_folder
         try:
             keep_status(folder, **(self.log.last_metrics() if self.log else {}))
             prepare(number)
@@ -100,8 +100,8 @@ class Attempt:
             self.config.run_folder,
             number,
             is_main_process=is_main,
-            still_held=self.manager.holds_lease,
-            staging=self.manager.staging if is_main else None,
+            still_held=self.manager.store.holds_lease,
+            staging=self.manager.store.staging if is_main else None,
         )
         self.status.update(step=step, next_command=command_line(self._launch))
 
@@ -135,7 +135,7 @@ class Attempt:
         except OSError as error:
             logger.warning(f"status.json cannot be written: {error}")
             # The write that failed cannot say whether the folder is still this attempt's; the lease can.
-            is_own = self._launch.is_main_process and self.manager.holds_lease()
+            is_own = self._launch.is_main_process and self.manager.store.holds_lease()
         if self.log is not None:
             self.log.end_progress()
             where = f"step {step} is saved" if step else "no step is saved"
@@ -164,7 +164,7 @@ class Attempt:
         """Record that it failed where no step is left to resume from: else readers would call the run vanished."""
         if self._launch.is_main_process and self.log is not None:
             self._take_number(self._lease(0), 0)
-            self.log.open(self.number, still_held=self.manager.holds_lease)
+            self.log.open(self.number, still_held=self.manager.store.holds_lease)
             self.failed(0, error)
 
     def failed(self, step: int, error: BaseException) -> None:

@@ -94,7 +94,7 @@ class RunMirror:
         """
         if (mirror := self._mirror) is not None:
             mirror.begin(keeps, attempt, self._found)
-            self._manager.after_save = lambda result: mirror.wake()
+            self._manager.saver.after_save = lambda result: mirror.wake()
             logger.info(f"mirror    {mirror.state.url}")
 
     @property

@@ -268,7 +268,7 @@ def write_page(config: Config, processes: Processes, interrupts: Interrupts, man
     grace_s = min(config.grace_s, processes.launch.kill_delay_s)
     if told_at is not None and (has_rounds() or time.monotonic() - told_at > grace_s / 3):
         return
-    if config.trial_steps is not None or not (processes.is_main_process and manager.holds_lease()):
+    if config.trial_steps is not None or not (processes.is_main_process and manager.store.holds_lease()):
         return
     try:
         page = write_report(config.run_folder)

@@ -135,13 +135,13 @@ def prepare(manager: CheckpointManager, start: Start) -> list[str]:
     folder = manager.directory
     lines = []
     if start.sets_aside and (entries := _entries(folder)):
-        lines.append(f"what was here moved to {manager.set_aside(entries)}")
+        lines.append(f"what was here moved to {manager.store.set_aside(entries)}")
     if start.goes_back:
         forget_after(folder, start.keeps)
         if not start.is_own and (damaged := folder / QUARANTINE).exists():
-            lines.append(f"damaged checkpoints moved to {manager.set_aside([damaged])}")
-    lines += [f"newer than the resumed step, moved to {path}" for path in manager.supersede(start.keeps)]
-    write_json(folder / BEGINNING, asdict(start.beginning), staging=manager.staging)
+            lines.append(f"damaged checkpoints moved to {manager.store.set_aside([damaged])}")
+    lines += [f"newer than the resumed step, moved to {path}" for path in manager.store.supersede(start.keeps)]
+    write_json(folder / BEGINNING, asdict(start.beginning), staging=manager.store.staging)
     return lines
 
 
@@ -267,7 +267,7 @@ def _go_back(manager: CheckpointManager, back: str, record: Beginning) -> Start:
     if not back.isdecimal():
         source = open_source(back, where)
     elif int(back) in (steps := manager.all_steps()):
-        source = open_source(str(manager.path(int(back))), where)
+        source = open_source(str(manager.store.path(int(back))), where)
     else:
         raise ConfigError(
             f"this run has no step {int(back)}: it holds {_listed(steps)}",

@@ -22,9 +22,9 @@ from torch import nn
 
 from ci_llm.base.load import Base, short_name
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from ci_llm.checkpoints.contributions import EachProcess
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import read_manifest
+from ci_llm.checkpoints.saver import EachProcess
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Change, Config, as_typed, parse_config
 from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
@@ -33,14 +33,14 @@ from ci_llm.core import determinism
 from ci_llm.core.numerics import differences
 from ci_llm.core.remote import is_url
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.given_path import require_checkpoint, require_run
+from ci_llm.crowd.given_path import META, require_checkpoint, require_run
 from ci_llm.crowd.importing import fingerprint_of_start
+from ci_llm.crowd.state import load_state, shape_of, state_of
 from ci_llm.data.agent_rows import fingerprint_of
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.precision import slow_bf16
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
-from ci_llm.lora.settings import SHAPE, LoraSettings
 from ci_llm.mirror.filling import local_copy
 from ci_llm.run.end.attempt import command_line
 from ci_llm.run.step.members import config_of
@@ -231,9 +231,8 @@ class RunCheckpoint:
         """
         known = {f"process{i}": each for i, each in enumerate(generators) if each is not None}
         return {
-            **self.crowd.adapter_files(),
+            **self._crowd_state(state),
             **self.stopped,
-            "ci_llm_meta_config": self._meta(state),
             "optimizer": {name: dict(self.optimizer.state[row]) for name, row in self._named_rows()},
             "scheduler": {
                 "type": self.config.lr_scheduler_type,
@@ -303,15 +302,15 @@ class RunCheckpoint:
             ForeignCheckpoint: another K, rank, base or data.
             BadInput: a changed configuration would train on other samples or with other mathematics.
         """
-        saved, where = source.checkpoint.state, str(source.folder)
+        saved = source.checkpoint.state
         changes = self._changes(source)
         self._require_same_crowd(source, changes)
         self.require_same_settings(source)
         self._require_same_rows(source, changes)
         state = TrainState.from_dict(saved["train_state"])
         self.stopped.update({key: value for key, value in saved.items() if key.startswith(STOPPED)})
-        for k, (name, row) in enumerate(self._named_rows()):
-            self.crowd.agents[k].load_state_dict(saved[f"{name}/adapter_model"], where)
+        load_state(self.crowd, saved, str(source.folder))
+        for name, row in self._named_rows():
             self.optimizer.state[row] = placed(saved["optimizer"].get(name, {}), row, self.optimizer)
         self.last_good.load(_in_episode(state), saved["guard"])
         return Restored(state, dict(saved["trackers"]), _shown(changes, self.config))
@@ -362,19 +361,17 @@ class RunCheckpoint:
             odd.append(hindrance)
         return odd
 
-    def _meta(self, state: TrainState) -> dict[str, Any]:
-        """The description of the crowd; agents with settings of their own have all their settings in it."""
-        meta, config = self.crowd.meta(self.base.fingerprint), config_of(self.config, state.numbers)
-        return meta | {"agents": _settings_of_agents(config)} if config.agents else meta
+    def _crowd_state(self, state: TrainState) -> dict[str, Any]:
+        """The state of the crowd; agents with settings of their own have all their settings in its description."""
+        config = config_of(self.config, state.numbers)
+        settings = {"agents": _settings_of_agents(config)} if config.agents else {}
+        return state_of(self.crowd, self.base.fingerprint, **settings)
 
     def _require_same_crowd(self, source: Source, changes: Sequence[Change]) -> None:
-        meta: Any = source.checkpoint.state["ci_llm_meta_config"]
+        meta: Any = source.checkpoint.state[META]
         own = self.crowd.meta(self.base.fingerprint)
-        pairs = {"num_agents": (meta["num_agents"], own["num_agents"])}
-        pairs |= {
-            key: tuple(LoraSettings.from_dict(each["lora"]).common_or_list(name) for each in (meta, own))
-            for key, name in SHAPE.items()
-        }
+        before, now = shape_of(source.checkpoint.state), shape_of({META: own})
+        pairs = {key: (before[key], now[key]) for key in now}
         if not self._is_same_base(source):
             pairs |= {
                 "model_name": (short_name(meta["base_model_name_or_path"]), short_name(self.base.name)),

@@ -30,6 +30,7 @@ from ci_llm.crowd.judging import Ranking, rank
 from ci_llm.crowd.objective import GrpoObjective, NextToken, Preferences, TrainedObjective
 from ci_llm.crowd.rewarding import RewardScorer
 from ci_llm.crowd.scoring import AnswerScores, Questions, Scores, Solved, answer_questions, asked_of, score
+from ci_llm.crowd.state import load_state
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.batches import pack
 from ci_llm.data.order import share
@@ -180,8 +181,7 @@ def weights_of(checkpoint: Checkpoint, crowd: Crowd) -> Iterator[None]:
     weights = crowd.storage.weights
     own = weights.clone()
     try:
-        for agent in crowd.agents:
-            agent.load_state_dict(checkpoint.state[f"{agent.name}/adapter_model"], str(checkpoint.folder))
+        load_state(crowd, checkpoint.state, str(checkpoint.folder))
         yield
     finally:
         weights.copy_(own)

@@ -224,13 +224,13 @@ class Rollouts:
         import pyarrow.parquet as pq  # type: ignore[import-untyped]  # no other run needs it
 
         rows = [row for own in self.processes.gather_object(rollout.records) for row in own]
-        if not (rows and self.processes.is_main_process and manager.holds_lease()):
+        if not (rows and self.processes.is_main_process and manager.store.holds_lease()):
             return
         file, folder = io.BytesIO(), manager.directory / COMPLETIONS
         pq.write_table(pa.Table.from_pylist([{"step": step + 1, **row} for row in rows], rollout.schema), file)
         try:
             make_folders(folder)
-            write_bytes(folder / f"completions_{step + 1:05}.parquet", file.getvalue(), staging=manager.staging)
+            write_bytes(folder / f"completions_{step + 1:05}.parquet", file.getvalue(), staging=manager.store.staging)
         except OSError as error:
             if not self.disk_refuses:
                 logger.warning(f"the completions of step {step + 1} are not written: {error}")

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from ci_llm.checkpoints import contributions
-from ci_llm.checkpoints.contributions import Contribution, EachProcess, Votes, give_own_parts
+from ci_llm.checkpoints import restoring
+from ci_llm.checkpoints.due import Votes
+from ci_llm.checkpoints.restoring import give_own_parts
+from ci_llm.checkpoints.saver import Contribution, EachProcess
 from ci_llm.errors import CheckpointError, ForeignCheckpoint
 
 DUE = Votes(stop=0, save_requested=0, due=1, newer=1)
@@ -27,7 +29,7 @@ def test_a_value_that_some_processes_do_not_have_is_refused_with_their_numbers()
     [({"process0": 7}, "what 1 had"), ({"process0": 7, "process2": 8}, "what 2 had"), ([7, 8], "a list")],
 )
 def test_contributions_collected_elsewhere_are_refused(saved: Any, had: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contributions, "num_processes", lambda: 2)
+    monkeypatch.setattr(restoring, "num_processes", lambda: 2)
     target = {"rng": EachProcess(0), "not saved": EachProcess(0), "plain": 0}
     with pytest.raises(ForeignCheckpoint, match=f"2 processes have .* the checkpoint holds {had}") as refused:
         give_own_parts({"rng": saved, "plain": 5}, target, 1)

@@ -1,0 +1,90 @@
+"""One question: is this step to be saved? Every process has an opinion, and all of them act on the same answer.
+
+A loop asks about every step, so the votes on a step are one small all-reduce, counted once. `save` and
+`reached_preemption` act on the same votes: a loop never stops unsaved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ci_llm.checkpoints.policy import SavePolicy
+from ci_llm.distributed.side_channel import ProcessGroup, run_collectively
+from ci_llm.interrupts import Interrupts
+
+
+class Votes(NamedTuple):
+    """The number of processes that answer yes to each question."""
+
+    stop: int
+    save_requested: int
+    due: int
+    newer: int
+
+    @property
+    def wanted(self) -> bool:
+        """True if the step is newer than the newest, and any process finds a save due, apart from `force`."""
+        return bool(self.newer and (self.due or self.stop or self.save_requested))
+
+
+class Due:
+    """The answer for each step of a loop.
+
+    Args:
+        newest: returns the newest step, one in flight included; raises the error of a save that failed in its thread.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        policy: SavePolicy,
+        interrupts: Interrupts,
+        processes: ProcessGroup,
+        newest: Callable[[], int | None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._policy, self._interrupts, self._processes = policy, interrupts, processes
+        self._newest, self._clock = newest, clock
+        self._counted: tuple[int, Votes] | None = None
+        self._tried_at = clock()
+
+    def opinion(self, step: int) -> Votes:
+        """The votes of this process alone."""
+        stop, requested = self._interrupts.stop_reason is not None, self._interrupts.save_requested
+        newest = self._newest()
+        due = self._policy.due(step, newest=newest, elapsed_s=self._clock() - self._tried_at)
+        return Votes(stop, requested, due, newest is None or step > newest)
+
+    def vote(self, step: int) -> Votes:
+        """The votes of this process, to be added up: process 0 alone decides by the policy and the folder."""
+        own = self.opinion(step)
+        return own if self._processes.process_index == 0 else own._replace(due=0, newer=0)
+
+    def agreed(self, step: int) -> Votes:
+        """The votes of all processes. A collective, unless this step is counted already: all processes know that."""
+        if self._counted is None or self._counted[0] != step:
+            self._counted = step, Votes(*run_collectively(self._processes, lambda: self.vote(step)))
+        return self._counted[1]
+
+    def is_due(self, step: int) -> bool:
+        """True if `step` is to be saved. A collective, as above."""
+        if self._counted is not None and self._counted[0] == step and not self._counted[1].newer:
+            self._counted = None  # the checkpoint for which it was refused may be gone
+        return self.agreed(step).wanted
+
+    def begins(self, step: int, votes: Votes) -> bool:
+        """True if a save of `step` begins now, by votes that came with what the processes contribute to it."""
+        self._counted = step, votes
+        if votes.newer:
+            self._interrupts.take_save_request()
+            self.restart()
+        return bool(votes.newer)
+
+    def restart(self) -> None:
+        """The seconds between two saves count from here."""
+        self._tried_at = self._clock()
+
+    def forget(self) -> None:
+        """The folder has changed: ask again."""
+        self._counted = None

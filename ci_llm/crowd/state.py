@@ -1,0 +1,46 @@
+"""The state of a crowd in a checkpoint: what it is, what must be the same for it to fit, and its way back.
+
+The checkpoints of a run and what the hooks of Accelerate write hold it alike (`checkpoint_step_<N>/`, `ci_llm/`). What
+they hold beside it, such as moments and the position in the data, is that of their loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ci_llm.crowd.given_path import META
+from ci_llm.crowd.model import CrowdModel
+from ci_llm.lora.settings import SHAPE, LoraSettings
+
+
+def state_of(crowd: CrowdModel, fingerprint: str, **facts: Any) -> dict[str, Any]:
+    """Every agent in PEFT's layout, and the description of the crowd under META.
+
+    Args:
+        fingerprint: that of the base, see `fingerprint_of`.
+        facts: what else the description says.
+    """
+    return {**crowd.adapter_files(), META: crowd.meta(fingerprint) | facts}
+
+
+def shape_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The number and the shapes of the agents of a state, by the names of keys: a crowd takes no state of others."""
+    lora = LoraSettings.from_dict(state[META]["lora"])
+    return {
+        "num_agents": state[META]["num_agents"],
+        **{key: lora.common_or_list(name) for key, name in SHAPE.items()},
+    }
+
+
+def load_state(crowd: CrowdModel, state: Mapping[str, Any], where: str) -> None:
+    """Give the agents their weights.
+
+    Args:
+        where: the checkpoint, for the error.
+
+    Raises:
+        ForeignCheckpoint: names or shapes of tensors differ.
+    """
+    for agent in crowd.agents:
+        agent.load_state_dict(state[f"{agent.name}/adapter_model"], where)
