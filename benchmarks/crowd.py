@@ -35,6 +35,7 @@ from torch import Tensor
 
 from benchmarks.crowd_answers import Answers, Measured, Way, answers_of, crowd_answers, distillates, merges
 from ci_llm.core.durable import read_json, write_json
+from ci_llm.core.evaluation_file import read_evaluation
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs.yaml"
@@ -170,7 +171,7 @@ def train(keys: Mapping[str, str], folder: Path, config: Path = CONFIG) -> Path:
         RuntimeError: the training failed or was interrupted; with the end of its output.
     """
     final = folder / "final_checkpoint"
-    if (folder / "evaluation.json").exists() and final.exists():
+    if read_evaluation(folder) is not None and final.exists():
         return final
     settings = [
         f"{key}={value}" for key, value in {**BARE, "eval_samples": "1", **keys, "output_dir": str(folder)}.items()

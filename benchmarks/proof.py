@@ -48,7 +48,8 @@ from benchmarks.crowd_answers import Measured, everyone, folder_of, untrained
 from benchmarks.record import surroundings
 from ci_llm.checkpoints.layout import committed
 from ci_llm.config import Config
-from ci_llm.core.durable import read_json
+from ci_llm.core.evaluation_file import read_evaluation
+from ci_llm.core.run_status import readable_status
 from ci_llm.crowd.pretrained import open_pretrained
 from ci_llm.embedded import BASE_FOLDER
 from tools.testbed.object_store import BUCKET, CREDENTIALS, s3_server
@@ -151,11 +152,8 @@ class Job:
     @property
     def mirrored_step(self) -> int:
         """Of the newest checkpoint in the bucket."""
-        try:
-            status: Any = read_json(self.folder / "status.json")
-        except (OSError, ValueError):  # not yet, or just being wiped
-            return 0
-        return (status.get("mirror") or {}).get("step") or 0
+        status = readable_status(self.folder)
+        return (status and status.mirror and status.mirror["step"]) or 0
 
     def digests(self) -> list[str]:
         """SHA-256 of each agent."""
@@ -164,8 +162,9 @@ class Job:
 
     def scores(self) -> list[float]:
         """NLL of each trial on the validation rows."""
-        found: Any = read_json(self.folder / "evaluation.json")
-        return list(found["nll"]["agents"])
+        found = read_evaluation(self.folder)
+        assert found is not None, "the job has completed"
+        return [*found.nll.agents]
 
 
 def _number(file: Path) -> int:

@@ -44,7 +44,8 @@ from benchmarks.crowd import Results, over_rows, over_seeds, train
 from benchmarks.crowd_answers import Answers, Measured, beside_each_other, everyone, folder_of, untrained
 from benchmarks.record import surroundings
 from ci_llm.config import Config
-from ci_llm.core.durable import read_json, write_bytes
+from ci_llm.core.durable import write_bytes
+from ci_llm.core.evaluation_file import read_evaluation
 from ci_llm.crowd.pretrained import open_pretrained
 from ci_llm.data.rows import Chat
 from ci_llm.data.sources import load_rows
@@ -294,7 +295,7 @@ class Study:
         """
         singles = [rate for (rate,) in CANDIDATES[SINGLE]]
         run = self._trained(f"{CHOICES} {SINGLE}", regime, _single(singles, regime)).parent
-        found = {SINGLE: [float(each["value"]) for each in read_json(run / "evaluation.json")["best"]["agents"]]}
+        found = {SINGLE: _best_values(run)}
         crowds = [crowd for name in CROWDS for crowd in CANDIDATES[name]]
         rates = [rate for rate in dict.fromkeys(sum(crowds, ())) for _ in range(max(c.count(rate) for c in crowds))]
         checkpoint = self._trained(f"{CHOICES} {BOTH_CROWDS}", regime, _agents(rates, regime.steps))
@@ -303,6 +304,14 @@ class Study:
         measured = everyone(open_pretrained(checkpoint, "cpu"), validation, AT_A_TIME, groups)[len(rates) :]
         nll = iter([round(sum(one["nll"]) / sum(one["tokens"]), 5) for one in measured])
         return found | {name: [next(nll) for _ in CANDIDATES[name]] for name in CROWDS}
+
+
+def _best_values(run: Path) -> list[float]:
+    """The best NLL of each agent of a completed run on its validation rows."""
+    evaluation = read_evaluation(run)
+    assert evaluation is not None, "a completed run has one"
+    assert evaluation.ending is not None, "a training has made it"
+    return [best.value for best in evaluation.ending.best.agents if best is not None]
 
 
 def _agents(rates: Sequence[str], steps: int) -> dict[str, str]:

@@ -369,7 +369,7 @@ def write_skipped_batches(run_folder: Path, batches: Sequence[BadBatch]) -> None
 BEGINNING: Final = "beginning.json"
 #: What attempts have decided about changes of the crowd.
 CROWD_CHANGES: Final = "crowd_changes.json"
-#: The result of a run; `ci_llm.core.evaluation` writes and reads it.
+#: The result of a run; `ci_llm.core.evaluation_file` writes and reads it.
 EVALUATION: Final = "evaluation.json"
 #: Names in the folder of a sweep: its record, the folder of its runs, and the folder of the best trial's agent.
 SWEEP: Final = "sweep.json"

@@ -45,7 +45,7 @@ class Status:
         pid_space: where `pid` is unique: one boot of one machine, and the PID namespace of a container.
         next_command: the command that resumes the run.
         best_step: the optimizer step with the best evaluation so far.
-        objective: what it measures, as `ci_llm.core.scores.measures_of` takes it.
+        objective: what it measures, as `ci_llm.core.measures.measures_of` takes it.
         judged_by: "nll" for rows whose answers are free text, which have no exact match.
         micro_batch_size: rows per process and micro-step; fewer than configured if memory ran out.
         warning: why the result may be worthless, although the run trains or is completed; None if nothing is known.

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from ci_llm.core.evaluation import Difference, Figure, Intervals, Judgement
-from ci_llm.core.scores import LEAST_ROWS, METRICS
+from ci_llm.core.evaluation_file import Difference, Figure, Intervals, Judgement
+from ci_llm.core.measures import LEAST_ROWS, METRICS
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.preferences import Preferences
 from ci_llm.data.batches import Batch

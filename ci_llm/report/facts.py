@@ -21,7 +21,8 @@ from ci_llm.checkpoints.layout import committed
 from ci_llm.checkpoints.manifest import read_file, read_manifest
 from ci_llm.config import Config, parse_config
 from ci_llm.core.durable import read_json, read_object
-from ci_llm.core.evaluation import Evaluation, read_evaluation
+from ci_llm.core.evaluation_file import Evaluation, read_evaluation
+from ci_llm.core.measures import Measures, measures_of
 from ci_llm.core.metrics_file import METRICS_NAME, Record, finite_numbers, number, read_records
 from ci_llm.core.run_folder import (
     ATTEMPTS,
@@ -36,7 +37,6 @@ from ci_llm.core.run_folder import (
     read_recovery,
 )
 from ci_llm.core.run_status import Status, kept_status, read_status
-from ci_llm.core.scores import Measures, measures_of
 from ci_llm.errors import BadInput, CheckpointError, ConfigError
 from ci_llm.report.scores import as_line, what_evaluated
 
