@@ -1,4 +1,4 @@
-"""What a checkpoint costs the loop that saves it: stall, slow-down, time until durable; ours beside six others.
+"""The cost of a checkpoint for the loop that saves it: stall, slow-down, time until durable; ours beside six others.
 
     python -m benchmarks.checkpoint_stall                       134.5 MB in 2688 tensors
     python -m benchmarks.checkpoint_stall --scale 4 --rounds 5  four times the bytes
@@ -115,7 +115,7 @@ def done() -> None:
 
 
 def ours(training: Training, home: Path) -> Save:
-    """What the optimizer owns is copied while the next step computes."""
+    """With `optimizers`: what the optimizer owns is copied while the next step computes."""
     return manager(home, optimizers=[training.optimizer], state=training.tensors)
 
 
@@ -192,7 +192,7 @@ def accelerate_default(training: Training, home: Path) -> Save:
 
 
 def accelerate_adapters(training: Training, home: Path) -> Save:
-    """The same with a hook that writes the adapters and leaves the base out."""
+    """`save_state` with a hook that writes the adapters and leaves the base out."""
     import safetensors.torch
 
     accelerator, model = accelerated(training)

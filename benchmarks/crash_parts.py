@@ -44,7 +44,7 @@ KILLED = -signal.SIGKILL
 
 @dataclass(frozen=True)
 class Point:
-    """Where to strike: the n-th operation of one process, and how."""
+    """A strike: at the n-th operation of one process, and in which way."""
 
     victim: int
     number: int

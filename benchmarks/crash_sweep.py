@@ -63,7 +63,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Point:
-    """Where to strike: the n-th call of one name, and how."""
+    """A strike: at the n-th call of one name, and in which way."""
 
     scenario: str
     call: str

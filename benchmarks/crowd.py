@@ -51,14 +51,14 @@ BARE = {
 
 @dataclass(frozen=True, eq=False)
 class System:
-    """What is trained: its name, the keys of configs.yaml that it changes, and its learning rate by training rows."""
+    """A training: its name, the keys of configs.yaml that it changes, and its learning rate by training rows."""
 
     name: str
     keys: Mapping[str, str] = field(default_factory=dict)
     rates: Mapping[int, str] = field(default_factory=dict)
 
     def settings(self, rows: int) -> dict[str, str]:
-        """Its keys on so many rows; the learning rate is that of the nearest number for which one was chosen."""
+        """The keys on so many rows; the learning rate is that of the nearest number for which one was chosen."""
         nearest = min(self.rates, key=lambda known: abs(log(known / rows)), default=None)
         rate = {} if nearest is None else {"learning_rate": self.rates[nearest]}
         return {**self.keys, **rate, "max_train_samples": str(rows)}
@@ -90,7 +90,7 @@ SEED_OF_CHOICES = 7
 
 @dataclass(frozen=True)
 class Part:
-    """What is measured at once and kept in one file.
+    """A measurement that is made at once and kept in one file.
 
     Attributes:
         system: the training that it needs.
@@ -112,7 +112,7 @@ PARTS: Mapping[str, Part] = {
 
 @dataclass(frozen=True)
 class Results:
-    """What one way to answer has shown, by seed and row.
+    """The results of one way to answer, by seed and row.
 
     Attributes:
         right: [seeds, n], 1 for an exact match.

@@ -202,7 +202,7 @@ def _merged(untouched: Any, crowd: Crowd, agent: int) -> Any:
 
 
 def _in_peft(untouched: Any, crowd: Crowd, folder: str, batch: Batch, wanted: Tensor) -> str:
-    """How the first agent in plain PEFT differs from the agent here; "" if it does not."""
+    """The difference between the first agent in plain PEFT and the agent here; "" if there is none."""
     place = Path(folder, "agent0")
     place.mkdir()
     files = crowd.adapter_files()
@@ -263,7 +263,7 @@ def _place(error: Exception) -> str:
 
 
 def compare_family_in_process(family: str, quantization: Quantization | None = None) -> FamilyResult:
-    """The same in a process of its own, for at most `TIME_LIMIT_S`."""
+    """`compare_family` in a process of its own, for at most `TIME_LIMIT_S`."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     child = multiprocessing.get_context("fork").Process(target=_send, args=(family, quantization, sender))
     child.start()

@@ -65,7 +65,7 @@ AT_A_TIME = 4
 
 @dataclass(frozen=True)
 class Form:
-    """How much is trained.
+    """The size of the trainings.
 
     Attributes:
         rows: in a step of one trial.
@@ -146,12 +146,12 @@ class Job:
 
     @property
     def step(self) -> int:
-        """Of the newest checkpoint."""
+        """The step of the newest checkpoint; 0 without one."""
         return max((step for step, _ in committed(self.folder)), default=0) if self.folder.is_dir() else 0
 
     @property
     def mirrored_step(self) -> int:
-        """Of the newest checkpoint in the bucket."""
+        """The step of the newest checkpoint in the bucket; 0 without one."""
         status = readable_status(self.folder)
         return (status and status.mirror and status.mirror["step"]) or 0
 
@@ -302,7 +302,7 @@ def rivals(form: Form, base: str, rows: Path) -> float | None:
 
 @dataclass(frozen=True)
 class Proof:
-    """What the three trainings have shown.
+    """The results of the three trainings.
 
     Attributes:
         seconds: of each, on the clock.
@@ -326,7 +326,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether every byte is the same, and the disk was refilled."""
+        """True if every byte is the same, and the disk was refilled."""
         same = self.digests["undisturbed"] == self.digests["killed"]
         return same and self.digests["alone"] == [self.digests["killed"][self.won]] and self.fills > 0
 
@@ -353,7 +353,7 @@ def trained(form: Form, base: str, rows: Path, folder: Path, seed: int) -> Proof
 
 
 def prove(form: Form, base: str, dataset: Path, folder: Path, seed: int) -> bool:
-    """Prints the page; whether the proof holds."""
+    """Print the page; returns True if the proof holds."""
     rows, machine, count = folder / "rows", surroundings(), len(form.trials)
     write_rows(dataset, rows, form)
     print(f"{count} trials (rates {form.rates}, ranks {form.ranks}) of {Path(base).name}, {form.steps} steps of")

@@ -49,7 +49,7 @@ ALIGNED: Final = 64
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """The size of the measurement.
 
     Attributes:
         model: a folder of Transformers.
@@ -158,7 +158,7 @@ def work(name: str, case: Case, told: Connection) -> None:
 
 
 def measure(case: Case, names: Sequence[str]) -> dict[str, list[tuple[float, float, int]]]:
-    """Of every trainer and round but the first: CPU seconds of all K, mean loss, peak in bytes.
+    """CPU seconds of all K, mean loss and peak in bytes, of every trainer and round but the first.
 
     Raises:
         AssertionError: the losses differ of those that do the same.
@@ -199,7 +199,7 @@ def table(case: Case, found: dict[str, list[tuple[float, float, int]]]) -> str:
 
 
 def report(case: Case) -> str:
-    """What `benchmarks.step --model` prints."""
+    """The page of `benchmarks.step --model`."""
     names = [name for name in TRAINERS if name not in (TRL, PADDED) or importlib.util.find_spec("trl")]
     steps = [batch for each in case.rounds_of_rows() for batch in each]
     length = statistics.mean(batch.num_tokens / batch.num_rows for batch in steps)

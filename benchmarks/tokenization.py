@@ -1,4 +1,4 @@
-"""What the first tokenisation of a data set needs: peak resident memory and rows per second, for growing data sets.
+"""The needs of the first tokenisation of a data set: peak resident memory and rows per second, for growing data sets.
 
 `python -m benchmarks.tokenization [--rows N ...] [--form F] [--folder D]`: question and answer as in the embedded task,
 or the same rows as token ids (`--form tokens`, without the time of a tokenizer), from a JSON-lines file, on one thread.
@@ -113,7 +113,7 @@ def write(path: Path, rows: int, *, as_tokens: bool) -> Path:
 
 
 def in_child(data: Path) -> dict[str, Any]:
-    """What `measure` finds in a new process."""
+    """The result of `measure` in a new process."""
     command = [sys.executable, "-m", "benchmarks.tokenization", "--measure", str(data)]
     caches = {"HF_HOME": str(data.parent / "hub"), "HF_DATASETS_CACHE": str(data.parent / "cache")}
     environment = os.environ | caches | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

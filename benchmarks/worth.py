@@ -81,19 +81,19 @@ ARMS: Final = (CHOICES, STEPS, BOTH_CROWDS, BASE)
 
 @dataclass(frozen=True)
 class Regime:
-    """What an arm is given: rows of one data set, drawn by a seed."""
+    """The training rows of an arm: a number of them, drawn by a seed."""
 
     rows: int
     seed: int
 
     @property
     def steps(self) -> int:
-        """Of each of K agents: four passes over the rows, and at least 32 steps."""
+        """The steps of each of K agents: four passes over the rows, and at least 32."""
         return max(32, 4 * self.rows // ROWS_PER_STEP)
 
     @property
     def choices(self) -> Regime:
-        """That in which its rates are chosen."""
+        """The regime in which the rates of this one are chosen."""
         return Regime(self.rows, SEED_OF_CHOICES)
 
 
@@ -196,7 +196,7 @@ class Study:
 
     @property
     def lines(self) -> list[Line]:
-        """Those of this data set, this base and these test rows."""
+        """The lines of this data set, this base and these test rows."""
         here = (self.rows.name, self.base.name, self._test)
         return [line for line in read_lines(self.file) if (line.dataset, line.base, line.test) == here]
 
@@ -206,7 +206,7 @@ class Study:
         return line and {arm: CANDIDATES[arm][nll.index(min(nll))] for arm, nll in line.candidates.items()}
 
     def done(self, arm: str, regime: Regime) -> Line | None:
-        """Its line, if it was trained with the settings that it has now."""
+        """The line of an arm, if it was trained with the settings that it has now."""
         settings = self.settings(arm, regime)
         for line in reversed(self.lines):
             if (line.arm, line.rows, line.seed) == (arm, regime.rows, regime.seed):
@@ -272,7 +272,7 @@ class Study:
         return {STEPS: everyone(saved, self._rows_of(self.rows.test), AT_A_TIME)[0]}
 
     def _crowd_answers(self, checkpoint: Path) -> Answers:
-        """Of each crowd: the mean of its agents, its best one by validation, and the crowd."""
+        """The answers of each crowd: the mean of its agents, its best one by validation, and the crowd."""
         saved, answers = open_pretrained(checkpoint, "cpu"), dict[str, Measured]()
         groups = [range(at, at + K) for at in range(0, len(saved.agents), K)]
         test, validation = (
@@ -289,7 +289,7 @@ class Study:
         return Config(eval_dataset_name=str(file), eval_samples=None, max_seq_length=512)
 
     def _candidates(self, regime: Regime) -> dict[str, list[float]]:
-        """By arm the NLL of each candidate's answers on the validation rows.
+        """The NLL of each candidate's answers on the validation rows, by arm.
 
         An agent learns the same in any company, so agents of one job make all crowds.
         """
@@ -337,7 +337,7 @@ def _agents_with(crowd: Sequence[str], rates: Sequence[str]) -> list[int]:
 
 
 def agent_steps(arm: str, regime: Regime) -> int:
-    """Of the training; 0 for what trains nothing."""
+    """The agent-steps of an arm's training; 0 if it trains nothing."""
     crowds = [crowd for name in CROWDS for crowd in CANDIDATES[name]]
     agents = sum(max(crowd.count(rate) for crowd in crowds) for rate in dict.fromkeys(sum(crowds, ())))
     of = {STEPS: K, BOTH_CROWDS: K * len(CROWDS), CHOICES: K * len(CANDIDATES[SINGLE]) + agents}
@@ -364,8 +364,7 @@ class Way:
     seeds: tuple[int, ...]
 
     def gain_over(self, other: Way) -> tuple[float, float] | None:
-        """By how much less NLL per token it has, and the half-width of the interval over rows; None without a common
-        seed."""
+        """(Its gain in NLL per token, the half-width of the interval over rows); None without a common seed."""
         common = [seed for seed in self.seeds if seed in other.seeds]
         if not common:
             return None
@@ -376,13 +375,13 @@ class Way:
         return float(per_row.mean()), over_rows(per_row)
 
     def gains_over(self, other: Way) -> list[float]:
-        """The same of each common seed."""
+        """The gain of each common seed."""
         mine, theirs = (dict(zip(way.seeds, way.results.mean_nll.tolist(), strict=True)) for way in (self, other))
         return [theirs[seed] - mine[seed] for seed in self.seeds if seed in theirs]
 
 
 def ways_of(lines: Sequence[Line]) -> dict[str, Way]:
-    """By name, from the lines of one regime, of which the last of an arm and seed counts."""
+    """The ways to answer by name, from the lines of one regime; of an arm and seed the last line counts."""
     latest = {(line.arm, line.seed): line for line in lines}
     found: dict[str, dict[int, Measured]] = {}
     for line in latest.values():
@@ -457,7 +456,7 @@ def _told(name: str, nll: Sequence[float]) -> str:
 
 
 def planned(regimes: Sequence[Regime], arms: Sequence[str]) -> list[tuple[str, Regime]]:
-    """What there is to do, in order: what comes once, then all arms of a seed before those of the next."""
+    """The arms to run, in order: those that come once, then all of a seed before those of the next."""
     choices = [(CHOICES, choices) for choices in dict.fromkeys(each.choices for each in regimes)]
     every = [(arm, regime) for regime in regimes for arm in (STEPS, BOTH_CROWDS)]
     return [(arm, regime) for arm, regime in (*choices, *every, (BASE, NOWHERE)) if arm in arms]

@@ -147,7 +147,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 
 
 def probe(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[str, tuple[int, int]]:
-    """What the base solves of problems from other seeds: (right, count) per kind of problem.
+    """(right, count) of the base for each kind of problem, of other seeds.
 
     An answer is right if greedy decoding gives all of it.
     """

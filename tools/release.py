@@ -43,7 +43,7 @@ def lowest(pyproject: str) -> list[str]:
 
 
 def dependencies(pyproject: str) -> list[Requirement]:
-    """What the package cannot do without; from the text of pyproject.toml."""
+    """The requirements of the package; from the text of pyproject.toml."""
     return [Requirement(each) for each in tomllib.loads(pyproject)["project"]["dependencies"]]
 
 

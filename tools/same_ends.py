@@ -94,7 +94,7 @@ class Cell:
 
     Attributes:
         keys: beside those of `KEYS`.
-        template: whether its rows go through a chat template, so that reading one better changes its weights.
+        template: its rows go through a chat template, so that another reading of templates changes its weights.
     """
 
     keys: Mapping[str, Any] = field(default_factory=dict)

@@ -197,7 +197,7 @@ class Job:
 
     @property
     def is_rewarded(self) -> bool:
-        """Whether rewards judge the answers to prompts."""
+        """True if rewards judge the answers to prompts."""
         return self.tokenized.rows.form.kind == "prompts"
 
 

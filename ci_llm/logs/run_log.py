@@ -106,7 +106,7 @@ class MetricsFile(AppendedFile):
 
 
 def _is_cut(path: Path) -> bool:
-    """Whether the last line has no newline: a crash or a full disk has cut it."""
+    """True if the last line has no newline: a crash or a full disk has cut it."""
     if not path.exists() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:
@@ -135,7 +135,7 @@ class RunLog:
 
     Args:
         folder: the run's folder.
-        is_main_process: whether this process writes; the others drop their records.
+        is_main_process: True on the process that writes; the others drop their records.
         terminal: for the lines that people read; standard output by default.
         quiet: show nothing on the terminal but warnings and errors; training.log has everything.
         interval_s: seconds between two lines of progress.
@@ -366,6 +366,6 @@ class RunHandler(logging.Handler):
 
 
 def _slurm_restarts() -> dict[str, int]:
-    """How often SLURM has requeued this job, for every record of metrics; nothing outside of SLURM."""
+    """The number of times that SLURM has requeued this job, for every record of metrics; empty outside of SLURM."""
     job = read_job()
     return {} if job is None else {"slurm_restarts": job.restarts}

@@ -75,7 +75,7 @@ class Gain:
         measure: one of `METRICS`.
         interval95: the half-width of its 95 % interval, or the longer side of one that is not symmetric; None for too
             few rows, or if all rows differ by the same.
-        paired: whether both answered the same rows, which are compared row by row.
+        paired: both answered the same rows, which are compared row by row.
         rows: the number of rows.
     """
 

@@ -99,7 +99,7 @@ def _key(default: Any, doc: str) -> Any:
 
 
 class Cluster(Keys):
-    """What is simulated. Times are in seconds, or written as 90, 1h30m, 300d or HH:MM:SS."""
+    """The situation that is simulated. Times are in seconds, or written as 90, 1h30m, 300d or HH:MM:SS."""
 
     nodes: Count = _key(1, "nodes of the job; if one is lost, the job stands still")
     work: Seconds = _key(2 * 24 * HOUR, "training time that the job needs without any trouble")
@@ -152,11 +152,11 @@ class Cluster(Keys):
 
     @property
     def durable_s(self) -> float:
-        """How long a save takes until it is on the disk."""
+        """Seconds of a save until it is on the disk."""
         return max(self.state_mb / self.storage_mb_per_s, self.stall)
 
     def but(self, **values: object) -> Cluster:
-        """The same with other values."""
+        """This model with other values."""
         return Cluster.model_validate({**self.model_dump(), **values})
 
 
@@ -259,7 +259,7 @@ def moments(cluster: Cluster, dice: Generator) -> Iterator[float]:
 
 
 def strike(cluster: Cluster, dice: Generator) -> Strike:
-    """What the next failure is."""
+    """The next failure."""
     drawn, disk = dice.random(2)
     kind: Kind = "node"
     if drawn < cluster.silent_share:

@@ -39,7 +39,7 @@ class Line:
         shares: what the rest of the time went into, as shares of it.
         lost_s, elapsed_s: mean seconds of a job.
         cost: mean of a job, in the unit of `price`.
-        completed: whether all jobs came to their end in a sensible time.
+        completed: all jobs came to their end in a sensible time.
         endings: calls for a person, per job.
     """
 
@@ -58,7 +58,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Study:
-    """What `python -m tools.simulate` tells.
+    """The result of `python -m tools.simulate`.
 
     Attributes:
         lines: the ways to save; the cluster's own first.
@@ -188,7 +188,7 @@ def head(cluster: Cluster) -> str:
 
 
 def conclusions(study: Study) -> Iterator[str]:
-    """What the tables say, in sentences."""
+    """The content of the tables in sentences."""
     cluster, own, best = study.cluster, study.lines[0], study.best
     yield f"best: {best.name}, goodput {percent(best.goodput)}; Daly's formula predicts {percent(study.predicted)}"
     recovery_s = model.recovery_s(cluster)

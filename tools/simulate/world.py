@@ -35,7 +35,7 @@ Events: TypeAlias = "Generator[simpy.Event, Any, Any]"
 
 @dataclass
 class Story:
-    """What became of a job.
+    """The fate of a job.
 
     Attributes:
         steps: that the job needs, or that it came to.
@@ -165,7 +165,7 @@ class _Job:
                 yield from self._recover(attempt, fault)
 
     def _recover(self, attempt: _Attempt, fault: Strike) -> Events:
-        """What follows the end of an attempt, by the policies."""
+        """Do what follows the end of an attempt by the policies."""
         if fault.kind == "silent":
             yield from self.spend("unnoticed", self.cluster.watchdog)
         done = self.step
@@ -248,7 +248,7 @@ class _Attempt:
             return (yield from self._end(fault))
 
     def _end(self, fault: Strike) -> Any:
-        """What is still done after a fault; returns the fault that ended the attempt."""
+        """Do what is still done after a fault; returns the fault that ended the attempt."""
         if fault.kind == "preempted":
             try:
                 yield from self._leave(self._cluster.notice)
@@ -307,7 +307,7 @@ class _Attempt:
             raise
 
     def _strike_by_plan(self) -> Strike | None:
-        """What the plan has for this step; None if the attempt continues after it."""
+        """The fault that the plan has for this step; None if the attempt continues after it."""
         fault = self._job.plan.pop(0)
         if fault.kind == "disk_full":
             self._job.disk_is_full = True
