@@ -182,13 +182,7 @@ def orbax_async(training: Training, home: Path) -> Save:
 
 def accelerate_default(training: Training, home: Path) -> Save:
     """`Accelerator.save_state`: model with its base, optimizer, generators."""
-    accelerator, _ = accelerated(training)
-
-    def save(folder: Path) -> Wait:
-        accelerator.save_state(str(folder))
-        return done
-
-    return save
+    return saved_by(accelerated(training)[0])
 
 
 def accelerate_adapters(training: Training, home: Path) -> Save:
@@ -203,7 +197,10 @@ def accelerate_adapters(training: Training, home: Path) -> Save:
         safetensors.torch.save_file(trained, Path(folder, "adapters.safetensors"))
 
     accelerator.register_save_state_pre_hook(adapters_only)
+    return saved_by(accelerator)
 
+
+def saved_by(accelerator: Any) -> Save:
     def save(folder: Path) -> Wait:
         accelerator.save_state(str(folder))
         return done

@@ -120,15 +120,12 @@ class Job:
 
     def start(self, environment: Mapping[str, str] | None = None, *words: str) -> subprocess.Popen[bytes]:
         """One attempt."""
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "ci_llm", *self._words, f"output_dir={self.folder}", *words],
                 cwd=self.log.parent,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-                    **(environment or {}),
-                },
+                env={**os.environ, "PYTHONPATH": path, **(environment or {})},
                 stdout=log,
                 stderr=log,
             )

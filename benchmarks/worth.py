@@ -128,12 +128,10 @@ class Rows:
         return chats
 
     def _file(self, name: str, chats: Sequence[Chat]) -> Path:
-        return self._written(name, [json.dumps({"messages": [m.as_turn() for m in chat.messages]}) for chat in chats])
-
-    def _written(self, name: str, lines: Sequence[str]) -> Path:
         path = self._folder / f"{name}.jsonl"
         self._folder.mkdir(parents=True, exist_ok=True)
-        text = "".join(f"{line}\n" for line in lines)
+        each = ({"messages": [message.as_turn() for message in chat.messages]} for chat in chats)
+        text = "".join(f"{json.dumps(row)}\n" for row in each)
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             write_bytes(path, text.encode())
         return path

@@ -182,7 +182,7 @@ def head(cluster: Cluster) -> str:
     """One line about the cluster."""
     nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
     return (
-        f"{nodes}, a failure every {duration(cluster.mtbf_s)} ({cluster.failures}),"
+        f"{nodes}, a failure every {duration(cluster.mtbf_s)},"
         f" {duration(cluster.work)} of work, {cluster.repeats} jobs each"
     )
 

@@ -320,7 +320,9 @@ def account(folder: Path) -> dict[str, Any]:
     metrics = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     for step in sorted({line["step"] for line in metrics}):
         lines = [line for line in metrics if line["step"] == step]
-        facts[f"metrics of step {step}"] = [_without(line, BY_THE_CLOCK) for line in lines]
+        facts[f"metrics of step {step}"] = [
+            {name: value for name, value in line.items() if name not in BY_THE_CLOCK} for line in lines
+        ]
     return facts
 
 
@@ -336,10 +338,6 @@ def witnessed(folder: Path) -> dict[str, Any]:
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Names of the facts that are not the same to the last bit, or known on one side only."""
     return [name for name in {**ours, **theirs} if (name in ours, ours.get(name)) != (name in theirs, theirs.get(name))]
-
-
-def _without(line: Mapping[str, Any], keys: set[str]) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if key not in keys}
 
 
 def _leaves(value: Any, name: str = "") -> Iterable[tuple[str, Any]]:
