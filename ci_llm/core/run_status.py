@@ -21,6 +21,7 @@ import psutil
 
 from ci_llm.core import run_folder
 from ci_llm.core.durable import make_folders, write_json
+from ci_llm.core.metrics_file import last_records
 from ci_llm.errors import BadInput
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 State = Literal["running", "completed", "interrupted", "failed", "vanished"]
 
 VANISHED_AFTER_S: Final = 60.0
+_LAST_BYTES: Final = 1 << 16  # of metrics.jsonl, in which its last line lies
 _START_SLACK_S: Final = 5.0  # psutil reads the boot time twice, and a correction of the clock moves it
 
 _EXIT_CODES: Final[Mapping[str, int]] = {"completed": 0, "interrupted": 75, "running": 3}
@@ -261,13 +263,11 @@ def last_status(output_dir: Path | str) -> Status | None:
         return None
 
 
-def keep_status(output_dir: Path | str, *, step: int = 0, time: float = 0.0) -> None:
+def keep_status(output_dir: Path) -> None:
     """Keep the status of the last attempt as `attempts/<n>/status.json`, before the next one writes its own.
 
-    A damaged status cannot be kept; that is logged, and the next attempt writes its own.
-
-    Args:
-        step, time: from its last line of metrics, which may be younger than its last heartbeat.
+    Its last line of metrics may be younger than its last heartbeat. A damaged status cannot be kept; that is logged,
+    and the next attempt writes its own.
 
     Raises:
         OSError: the disk refuses it.
@@ -280,7 +280,9 @@ def keep_status(output_dir: Path | str, *, step: int = 0, time: float = 0.0) -> 
     if status is not None:
         kept = _kept_path(output_dir, status.attempt)
         make_folders(kept.parent)
-        status = replace(status, step=max(status.step, step), heartbeat=max(status.heartbeat, time))
+        for last in last_records(output_dir, _LAST_BYTES)[-1:]:
+            heartbeat = max(status.heartbeat, last.get("time", 0.0))
+            status = replace(status, step=max(status.step, last["step"]), heartbeat=heartbeat)
         write_json(kept, asdict(status))
 
 
