@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 State = Literal["running", "completed", "interrupted", "failed", "vanished"]
 
 VANISHED_AFTER_S: Final = 60.0
-_LAST_BYTES: Final = 1 << 16  # of metrics.jsonl, in which its last line lies
 _START_SLACK_S: Final = 5.0  # psutil reads the boot time twice, and a correction of the clock moves it
 
 _EXIT_CODES: Final[Mapping[str, int]] = {"completed": 0, "interrupted": 75, "running": 3}
@@ -239,7 +238,7 @@ def last_attempt(output_dir: Path | str) -> int | None:
     try:
         written = last_status(output_dir)
     except BadInput:
-        return run_folder.newest_attempt(output_dir)
+        return max(run_folder.attempt_numbers(output_dir), default=None)
     return None if written is None else written.attempt
 
 
@@ -280,7 +279,7 @@ def keep_status(output_dir: Path) -> None:
     if status is not None:
         kept = _kept_path(output_dir, status.attempt)
         make_folders(kept.parent)
-        for last in last_records(output_dir, _LAST_BYTES)[-1:]:
+        for last in last_records(output_dir, at_most=1 << 16)[-1:]:
             heartbeat = max(status.heartbeat, last.get("time", 0.0))
             status = replace(status, step=max(status.step, last["step"]), heartbeat=heartbeat)
         write_json(kept, asdict(status))

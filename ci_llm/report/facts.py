@@ -25,11 +25,11 @@ from ci_llm.core.evaluation_file import Evaluation, read_evaluation
 from ci_llm.core.measures import Measures, measures_of
 from ci_llm.core.metrics_file import METRICS_NAME, Record, finite_numbers, number, read_records
 from ci_llm.core.run_folder import (
-    ATTEMPTS,
     MOVE_AWAY,
     NOT_A_RUN,
     SWEEP,
     Failure,
+    attempt_numbers,
     earliest_failure,
     parsed,
     read_began,
@@ -110,8 +110,7 @@ def read_attempts(folder: Path, status: Status, lines: Sequence[Record]) -> tupl
         status: the status of the run, and so of its last attempt.
         lines: the records of metrics.jsonl, which has none for a step that was lost.
     """
-    numbers = {int(path.name) for path in folder.glob(f"{ATTEMPTS}/*") if path.name.isdecimal()}
-    numbers = {number for number in numbers if number < status.attempt} | {status.attempt}
+    numbers = {number for number in attempt_numbers(folder) if number < status.attempt} | {status.attempt}
     own_lines = {each: [line for line in lines if line.get("attempt") == each and "time" in line] for each in numbers}
     log = _read_log(folder / "training.log")
     found: list[Attempt] = []
