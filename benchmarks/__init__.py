@@ -1,1 +1,1 @@
-"""What this program costs and what it is worth, measured; `python -m benchmarks` lists the benchmarks."""
+"""Measurements of what this program costs and what it is worth; `python -m benchmarks` lists the benchmarks."""

@@ -93,7 +93,7 @@ TOKEN = "CI_LLM_CAMPAIGN"
 
 @dataclass(frozen=True)
 class Fault:
-    """What strikes, and in which 0-based optimizer step."""
+    """A fault of one kind, in a 0-based optimizer step."""
 
     kind: str
     step: int
@@ -123,7 +123,7 @@ class Campaign:
         folder: made if it is not there; with what an earlier call left, the campaign resumes.
         steps: of the run.
         processes: at first; 1 starts the trainer itself, more start it with torchrun.
-        mirror: whether the run has one, in a folder beside it.
+        mirror: the run has one, in a folder beside it.
     """
 
     def __init__(self, folder: Path, faults: Sequence[Fault], steps: int, processes: int, mirror: bool) -> None:
@@ -177,7 +177,7 @@ class Campaign:
         return [*supervisor, "--", *launcher, "train.py", *self._words]
 
     def bits(self) -> dict[str, bytes]:
-        """What the run has learned, and what it would resume with."""
+        """The tensors of the final checkpoint: weights, and what a resume needs."""
         final = self._folder / "run" / "final_checkpoint"
         return {str(path.relative_to(final)): path.read_bytes() for path in sorted(final.rglob("*.safetensors"))}
 
@@ -208,7 +208,7 @@ def table(lines: list[dict[str, Any]]) -> str:
 
 
 def ledger(folder: Path) -> list[dict[str, Any]]:
-    """What the trainers noted: starts, and faults as they struck."""
+    """The notes of the trainers: starts, and faults as they struck."""
     path = folder / LEDGER
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -1,4 +1,4 @@
-"""What a checkpoint costs the loop that saves it: stall, slow-down, time until durable; ours beside six others.
+"""The cost of a checkpoint for the loop that saves it: stall, slow-down, time until durable; ours beside six others.
 
     python -m benchmarks.checkpoint_stall                       134.5 MB in 2688 tensors
     python -m benchmarks.checkpoint_stall --scale 4 --rounds 5  four times the bytes
@@ -115,7 +115,7 @@ def done() -> None:
 
 
 def ours(training: Training, home: Path) -> Save:
-    """What the optimizer owns is copied while the next step computes."""
+    """With `optimizers`: what the optimizer owns is copied while the next step computes."""
     return manager(home, optimizers=[training.optimizer], state=training.tensors)
 
 
@@ -182,17 +182,11 @@ def orbax_async(training: Training, home: Path) -> Save:
 
 def accelerate_default(training: Training, home: Path) -> Save:
     """`Accelerator.save_state`: model with its base, optimizer, generators."""
-    accelerator, _ = accelerated(training)
-
-    def save(folder: Path) -> Wait:
-        accelerator.save_state(str(folder))
-        return done
-
-    return save
+    return saved_by(accelerated(training)[0])
 
 
 def accelerate_adapters(training: Training, home: Path) -> Save:
-    """The same with a hook that writes the adapters and leaves the base out."""
+    """`save_state` with a hook that writes the adapters and leaves the base out."""
     import safetensors.torch
 
     accelerator, model = accelerated(training)
@@ -203,7 +197,10 @@ def accelerate_adapters(training: Training, home: Path) -> Save:
         safetensors.torch.save_file(trained, Path(folder, "adapters.safetensors"))
 
     accelerator.register_save_state_pre_hook(adapters_only)
+    return saved_by(accelerator)
 
+
+def saved_by(accelerator: Any) -> Save:
     def save(folder: Path) -> Wait:
         accelerator.save_state(str(folder))
         return done

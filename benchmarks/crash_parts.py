@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks.crash_sweep import BROKEN, EIO, ENOSPC, KILL, RAISED, SAID_NO, SAVED, SHORT, report, words_for
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.durable import Filesystem
@@ -44,7 +42,7 @@ KILLED = -signal.SIGKILL
 
 @dataclass(frozen=True)
 class Point:
-    """Where to strike: the n-th operation of one process, and how."""
+    """A strike: at the n-th operation of one process, and in which way."""
 
     victim: int
     number: int
@@ -68,9 +66,7 @@ def replacing(directory: str, victim: int, number: int, fault: str, behind: bool
     seen = strike_at(number, fault) if rank == victim else []
     try:
         code = SAVED if saves(manager, 2) else SAID_NO
-    except CiLlmError:
-        code = RAISED
-    except OSError:
+    except (CiLlmError, OSError):
         code = RAISED
     except RuntimeError:
         return RAISED  # a peer is gone

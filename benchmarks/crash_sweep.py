@@ -1,8 +1,8 @@
 """Kill or fail a writer at every system call that touches a checkpoint folder, and look what is left.
 
-    python benchmarks/crash_sweep.py                     every point of every scenario
-    python benchmarks/crash_sweep.py --sample 200        a seeded sample, with all short writes, as in the tests
-    python benchmarks/crash_sweep.py --scenario "replace behind" "prune behind"
+    python -m benchmarks.crash_sweep                     every point of every scenario
+    python -m benchmarks.crash_sweep --sample 200        a seeded sample, with all short writes, as in the tests
+    python -m benchmarks.crash_sweep --scenario "replace behind" "prune behind"
 
 A victim is forked from a process that has imported PyTorch and run nothing; `strace` is attached to it and
 injects, at its n-th call of one name: SIGKILL before the call, EIO, ENOSPC, or a write that claims to have
@@ -36,8 +36,6 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.errors import CiLlmError
 
@@ -63,7 +61,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Point:
-    """Where to strike: the n-th call of one name, and how."""
+    """A strike: at the n-th call of one name, and in which way."""
 
     scenario: str
     call: str
@@ -210,9 +208,7 @@ def act_under_fire(root: Path, scenario: Scenario, writer: CheckpointManager) ->
     """Act; then, if still alive, show that the next save works."""
     try:
         code = SAVED if scenario.act(writer) else SAID_NO
-    except CiLlmError:
-        code = RAISED
-    except OSError:
+    except (CiLlmError, OSError):
         code = RAISED
     found = manager(root).store.latest(heal=False)
     allowed = {scenario.new} if code == SAVED else {scenario.old, scenario.new}

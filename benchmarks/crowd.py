@@ -35,6 +35,7 @@ from torch import Tensor
 
 from benchmarks.crowd_answers import Answers, Measured, Way, answers_of, crowd_answers, distillates, merges
 from ci_llm.core.durable import read_json, write_json
+from ci_llm.core.evaluation_file import read_evaluation
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs.yaml"
@@ -50,14 +51,14 @@ BARE = {
 
 @dataclass(frozen=True, eq=False)
 class System:
-    """What is trained: its name, the keys of configs.yaml that it changes, and its learning rate by training rows."""
+    """A training: its name, the keys of configs.yaml that it changes, and its learning rate by training rows."""
 
     name: str
     keys: Mapping[str, str] = field(default_factory=dict)
     rates: Mapping[int, str] = field(default_factory=dict)
 
     def settings(self, rows: int) -> dict[str, str]:
-        """Its keys on so many rows; the learning rate is that of the nearest number for which one was chosen."""
+        """The keys on so many rows; the learning rate is that of the nearest number for which one was chosen."""
         nearest = min(self.rates, key=lambda known: abs(log(known / rows)), default=None)
         rate = {} if nearest is None else {"learning_rate": self.rates[nearest]}
         return {**self.keys, **rate, "max_train_samples": str(rows)}
@@ -89,7 +90,7 @@ SEED_OF_CHOICES = 7
 
 @dataclass(frozen=True)
 class Part:
-    """What is measured at once and kept in one file.
+    """A measurement that is made at once and kept in one file.
 
     Attributes:
         system: the training that it needs.
@@ -111,7 +112,7 @@ PARTS: Mapping[str, Part] = {
 
 @dataclass(frozen=True)
 class Results:
-    """What one way to answer has shown, by seed and row.
+    """The results of one way to answer, by seed and row.
 
     Attributes:
         right: [seeds, n], 1 for an exact match.
@@ -170,7 +171,7 @@ def train(keys: Mapping[str, str], folder: Path, config: Path = CONFIG) -> Path:
         RuntimeError: the training failed or was interrupted; with the end of its output.
     """
     final = folder / "final_checkpoint"
-    if (folder / "evaluation.json").exists() and final.exists():
+    if read_evaluation(folder) is not None and final.exists():
         return final
     settings = [
         f"{key}={value}" for key, value in {**BARE, "eval_samples": "1", **keys, "output_dir": str(folder)}.items()

@@ -141,7 +141,7 @@ def alone(saved: Pretrained, adapter: Adapter, rows: Config, at_a_time: int = RO
 
 
 def folder_of(model: Path | str) -> str:
-    """What `from_pretrained` opens: a folder, or that of the dequantised model of a GGUF file."""
+    """The folder that `from_pretrained` opens; for a GGUF file that of the dequantised model."""
     file = gguf_file(str(model))
     return str(plain_folder(file) if file else model)
 

@@ -2,13 +2,12 @@
 
     python -m benchmarks.families               all of them, about ten minutes on one core
     python -m benchmarks.families mamba bloom   these two
-    python -m benchmarks.families --quantization nf4
 
 A base with the family's own configuration, small sizes and random weights is saved to a folder and opened from there,
 as `model_name` is. Loss and gradients of each agent are compared with the family's own forward pass, with the agent
 merged into its weights, row by row, without packing or padding. Then both agents continue two prompts of different
 length, compared with one full pass per token. Then plain PEFT opens the agents' files. Each family runs in a process of
-its own. With a quantised base the family's own forward pass is that of the dequantised weights, and PEFT is left out.
+its own.
 
 equal      all of that agrees, and PEFT gives the same loss (or else "; PEFT ..." says what it does)
 refused    the base is refused by one message with a hint
@@ -42,7 +41,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.pytorch_utils import Conv1D
 
 from ci_llm.base.load import load_base
-from ci_llm.base.quantized import Quantization, QuantizedLinear
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.data.batches import Batch, pack
@@ -138,7 +136,7 @@ def save(family: str, folder: str) -> None:
     AutoTokenizer.from_pretrained(BASE_FOLDER).save_pretrained(folder)
 
 
-def compare(folder: str, quantization: Quantization | None = None) -> str:
+def compare(folder: str) -> str:
     """Open the base in `folder` and compare.
 
     Returns:
@@ -148,10 +146,9 @@ def compare(folder: str, quantization: Quantization | None = None) -> str:
         ModelError: this package refuses the base.
         AssertionError: something is not equal.
     """
-    base = load_base(folder, quantization=quantization)
+    base = load_base(folder)
     untouched = load_base(folder).model
     crowd = Crowd(base.model, LoraSettings(num_agents=K, rank=4, alpha=8), folder)
-    _take_dequantized(untouched, crowd)
     reason = crowd.choose_route()
     generator = torch.Generator().manual_seed(7)
     crowd.storage.weights.copy_(torch.randn(crowd.storage.weights.shape, generator=generator) * 0.1)
@@ -176,17 +173,8 @@ def compare(folder: str, quantization: Quantization | None = None) -> str:
     generated = crowd.generate_ids(PROMPTS, Decoding(max_new_tokens=NEW_TOKENS), include_agents=True).agents
     wanted_texts = [[_continued(twin, prompt) for prompt in PROMPTS] for twin in twins]
     assert generated == wanted_texts, f"agents generate {generated}, full passes {wanted_texts}"
-    in_peft = "" if quantization else _in_peft(untouched, crowd, folder, batch, losses[0])
+    in_peft = _in_peft(untouched, crowd, folder, batch, losses[0])
     return ("packed" if reason is None else f"padded: {reason}") + in_peft
-
-
-@torch.no_grad()
-def _take_dequantized(dense: Any, crowd: Crowd) -> None:
-    """Replace weights of a dense base by those that the crowd's base has in 4 or 8 bits."""
-    for name, module in crowd.model.named_modules():
-        if isinstance(module, QuantizedLinear):
-            layer = dense.get_submodule(name.removesuffix(".base_layer"))
-            layer.weight.copy_(module.weight.T if isinstance(layer, Conv1D) else module.weight)
 
 
 @torch.no_grad()
@@ -202,7 +190,7 @@ def _merged(untouched: Any, crowd: Crowd, agent: int) -> Any:
 
 
 def _in_peft(untouched: Any, crowd: Crowd, folder: str, batch: Batch, wanted: Tensor) -> str:
-    """How the first agent in plain PEFT differs from the agent here; "" if it does not."""
+    """The difference between the first agent in plain PEFT and the agent here; "" if there is none."""
     place = Path(folder, "agent0")
     place.mkdir()
     files = crowd.adapter_files()
@@ -238,7 +226,7 @@ def _near(found: Tensor, wanted: Tensor) -> bool:
     return float((found - wanted).norm()) <= TOLERANCE * max(float(wanted.norm()), 1e-6)
 
 
-def compare_family(family: str, quantization: Quantization | None = None) -> FamilyResult:
+def compare_family(family: str) -> FamilyResult:
     """Save, open and compare one family, in this process."""
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -246,7 +234,7 @@ def compare_family(family: str, quantization: Quantization | None = None) -> Fam
         except Exception as error:  # noqa: BLE001 - a family may refuse small sizes by any error, or need a package
             return FamilyResult("not built", _first_line(error))
         try:
-            return FamilyResult("equal", compare(folder, quantization))
+            return FamilyResult("equal", compare(folder))
         except ModelError as error:
             return FamilyResult("refused", error.what)
         except Exception as error:  # noqa: BLE001 - any other error is a defect to report
@@ -262,10 +250,10 @@ def _place(error: Exception) -> str:
     return f" ({os.path.basename(last.filename)}:{last.lineno})"
 
 
-def compare_family_in_process(family: str, quantization: Quantization | None = None) -> FamilyResult:
-    """The same in a process of its own, for at most `TIME_LIMIT_S`."""
+def compare_family_in_process(family: str) -> FamilyResult:
+    """`compare_family` in a process of its own, for at most `TIME_LIMIT_S`."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=_send, args=(family, quantization, sender))
+    child = multiprocessing.get_context("fork").Process(target=_send, args=(family, sender))
     child.start()
     sender.close()
     try:
@@ -281,22 +269,20 @@ def compare_family_in_process(family: str, quantization: Quantization | None = N
         child.join()
 
 
-def _send(family: str, quantization: Quantization | None, pipe: Connection) -> None:
+def _send(family: str, pipe: Connection) -> None:
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 2)
-    pipe.send(compare_family(family, quantization))
+    pipe.send(compare_family(family))
 
 
 def main() -> None:
     """Print one line per family, and the counts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("families", nargs="*", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-    parser.add_argument("--quantization", choices=["nf4", "int8"])
     torch.set_num_threads(1)  # thread pools do not survive fork
     counts: Counter[str] = Counter()
-    arguments = parser.parse_args()
-    for family in arguments.families:
-        result = compare_family_in_process(family, arguments.quantization)
+    for family in parser.parse_args().families:
+        result = compare_family_in_process(family)
         counts[result.kind] += 1
         print(f"{family:<24} {result.kind:<10} {result.detail}", flush=True)
     print(", ".join(f"{count} {kind}" for kind, count in counts.most_common()))

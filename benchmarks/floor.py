@@ -93,7 +93,7 @@ class Products:
         return f"{at} GFLOP/s ({', '.join(each)})"
 
     def _seconds(self, rows: int, out_features: int, in_features: int) -> dict[str, float]:
-        """Of both products by each library: x Wᵀ, and the gradient times W, which is the same with W transposed."""
+        """Seconds of both products, x Wᵀ and the gradient times W, by each library."""
         x, weight = self._random(rows, in_features), self._random(out_features, in_features)
         found = {}
         for name, multiply in LIBRARIES.items():
@@ -109,7 +109,7 @@ class Products:
 
 
 def shares(crowd: Crowd, batches: Sequence[Batch], flops_per_s: list[float], cpu_s: list[float]) -> list[float]:
-    """Of every batch the share of the step that its floor takes."""
+    """The share of the step that the floor of a batch takes, for every batch."""
     return [
         necessary_flops(crowd, batch) / speed / seconds
         for batch, speed, seconds in zip(batches, flops_per_s, cpu_s, strict=True)

@@ -85,7 +85,7 @@ DEVICE: Final = torch.device("cuda")
 
 @dataclass(frozen=True)
 class Bench:
-    """What the cases share.
+    """The base and the measurements that the cases share.
 
     Attributes:
         tiny: toy sizes, for a trial of the program itself, and no 4 bits, whose kernels need a real GPU.
@@ -97,12 +97,12 @@ class Bench:
 
     @property
     def rows(self) -> int:
-        """Of a step."""
+        """The rows of a step."""
         return 1 if self.tiny else 8
 
     @property
     def side(self) -> int:
-        """Of a large product."""
+        """Rows and columns of a large product."""
         return 64 if self.tiny else 8192
 
     def batches(self) -> list[Batch]:
@@ -142,7 +142,7 @@ class Bench:
             return _loaded(Path(folder), None if self.tiny else "nf4")
 
     def digest(self) -> Figures:
-        """That of a layer, by which runs compare machines; computed twice, it should be the same."""
+        """The digest of a layer, by which runs compare machines; computed twice, it should be the same."""
         run = Ours(self.qwen(), agents=2)
         batch = fixed_batch(run.crowd, (128, 64), own_rows=False)
         one, other = (layer_digest(run.crowd, batch, partial(run.passes.compute_gradients, 0)) for _ in range(2))
@@ -195,7 +195,7 @@ class Bench:
         }
 
     def flops_per_s(self) -> float:
-        """What a large product in bf16 reaches here."""
+        """The speed of a large product in bf16."""
         matrix = torch.ones(self.side, self.side, dtype=torch.bfloat16, device=DEVICE)
         return float(2 * self.side**3 / min(_seconds(lambda: matrix @ matrix) for _ in range(4)))
 
@@ -239,7 +239,7 @@ def counted(work: Callable[[], object]) -> tuple[int, int]:
 
 
 def attempted(case: Callable[[], Figures]) -> Figures:
-    """Its figures, or the reason for which there are none."""
+    """The figures of a case, or the reason for which there are none."""
     try:
         return case()
     except (CiLlmError, RuntimeError, ValueError, TypeError, ImportError) as error:  # the other cases still run

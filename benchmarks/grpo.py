@@ -83,7 +83,7 @@ def written(file: Path, some: Sequence[dict[str, str]]) -> Path:
 
 @dataclass(frozen=True)
 class Learned:
-    """What one seed has shown.
+    """The results of one seed.
 
     Attributes:
         rewards: by way, [2] the reward of held-out greedy answers: the agents' mean, and the crowd's.

@@ -1,4 +1,4 @@
-"""What benchmarks share: rows as long as those of GSM8K, variants that take turns on them, and ratios paired by turn.
+"""The common parts of benchmarks: rows as long as those of GSM8K, variants that take turns, ratios paired by turn.
 
 On a machine that others use as well, two variants measured one after the other see two machines. Here each input
 goes through all variants before the next one comes, and the one that begins rotates. CPU time of the process is the
@@ -73,7 +73,7 @@ def median_cost(costs: Sequence[Cost]) -> Cost:
 
 
 def cpu_ratios(slow: Sequence[Cost], fast: Sequence[Cost]) -> list[float]:
-    """How many times the CPU time of `fast` the other takes, one figure per input, in ascending order."""
+    """The ratios of the CPU time of `slow` to that of `fast`, one per input, in ascending order."""
     return sorted(one.cpu_s / other.cpu_s for one, other in zip(slow, fast, strict=True))
 
 

@@ -48,7 +48,8 @@ from benchmarks.crowd_answers import Measured, everyone, folder_of, untrained
 from benchmarks.record import surroundings
 from ci_llm.checkpoints.layout import committed
 from ci_llm.config import Config
-from ci_llm.core.durable import read_json
+from ci_llm.core.evaluation_file import read_evaluation
+from ci_llm.core.run_status import readable_status
 from ci_llm.crowd.pretrained import open_pretrained
 from ci_llm.embedded import BASE_FOLDER
 from tools.testbed.object_store import BUCKET, CREDENTIALS, s3_server
@@ -64,7 +65,7 @@ AT_A_TIME = 4
 
 @dataclass(frozen=True)
 class Form:
-    """How much is trained.
+    """The size of the trainings.
 
     Attributes:
         rows: in a step of one trial.
@@ -119,15 +120,12 @@ class Job:
 
     def start(self, environment: Mapping[str, str] | None = None, *words: str) -> subprocess.Popen[bytes]:
         """One attempt."""
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "ci_llm", *self._words, f"output_dir={self.folder}", *words],
                 cwd=self.log.parent,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-                    **(environment or {}),
-                },
+                env={**os.environ, "PYTHONPATH": path, **(environment or {})},
                 stdout=log,
                 stderr=log,
             )
@@ -145,17 +143,14 @@ class Job:
 
     @property
     def step(self) -> int:
-        """Of the newest checkpoint."""
+        """The step of the newest checkpoint; 0 without one."""
         return max((step for step, _ in committed(self.folder)), default=0) if self.folder.is_dir() else 0
 
     @property
     def mirrored_step(self) -> int:
-        """Of the newest checkpoint in the bucket."""
-        try:
-            status: Any = read_json(self.folder / "status.json")
-        except (OSError, ValueError):  # not yet, or just being wiped
-            return 0
-        return (status.get("mirror") or {}).get("step") or 0
+        """The step of the newest checkpoint in the bucket; 0 without one."""
+        status = readable_status(self.folder)
+        return (status and status.mirror and status.mirror["step"]) or 0
 
     def digests(self) -> list[str]:
         """SHA-256 of each agent."""
@@ -164,8 +159,9 @@ class Job:
 
     def scores(self) -> list[float]:
         """NLL of each trial on the validation rows."""
-        found: Any = read_json(self.folder / "evaluation.json")
-        return list(found["nll"]["agents"])
+        found = read_evaluation(self.folder)
+        assert found is not None, "the job has completed"
+        return [*found.nll.agents]
 
 
 def _number(file: Path) -> int:
@@ -303,7 +299,7 @@ def rivals(form: Form, base: str, rows: Path) -> float | None:
 
 @dataclass(frozen=True)
 class Proof:
-    """What the three trainings have shown.
+    """The results of the three trainings.
 
     Attributes:
         seconds: of each, on the clock.
@@ -327,7 +323,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether every byte is the same, and the disk was refilled."""
+        """True if every byte is the same, and the disk was refilled."""
         same = self.digests["undisturbed"] == self.digests["killed"]
         return same and self.digests["alone"] == [self.digests["killed"][self.won]] and self.fills > 0
 
@@ -354,7 +350,7 @@ def trained(form: Form, base: str, rows: Path, folder: Path, seed: int) -> Proof
 
 
 def prove(form: Form, base: str, dataset: Path, folder: Path, seed: int) -> bool:
-    """Prints the page; whether the proof holds."""
+    """Print the page; returns True if the proof holds."""
     rows, machine, count = folder / "rows", surroundings(), len(form.trials)
     write_rows(dataset, rows, form)
     print(f"{count} trials (rates {form.rates}, ranks {form.ranks}) of {Path(base).name}, {form.steps} steps of")

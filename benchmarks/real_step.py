@@ -1,10 +1,10 @@
-"""A step on a real base with real rows: ours in both ways, PEFT, TRL's SFTTrainer in two ways, the floor of `floor.py`.
+"""A step on a real base with real rows: ours in both ways, PEFT, TRL's SFTTrainer, the floor of `floor.py`.
 
     python -m benchmarks.step --model BASE --dataset DATA [--rows 4] [--precision bf16]
 
 BASE is a folder of Transformers or a GGUF file, DATA holds rows of questions and answers, K = 4 agents of rank 16 on
 all projections. Each trainer lives in a process of its own, on one thread, and all take the same rows in turns. A round
-is four steps; SFTTrainer packs its rows into inputs about as long as a step, or pads those of a step. K runs of PEFT or
+is four steps; SFTTrainer packs its rows into inputs about as long as a step. K runs of PEFT or
 TRL are taken to cost K times one, so one is measured. A token counts once for every agent that reads it. The time is
 that of the process on its processor, the memory its peak, base and libraries included. TRL is left out where it is not
 installed.
@@ -36,12 +36,11 @@ from ci_llm.data.batches import Batch
 from ci_llm.lora.settings import LoraSettings
 
 STEPS_PER_ROUND: Final = 4
-ONE_PASS, PASS_EACH, PEFT, TRL, PADDED, FLOOR = (
+ONE_PASS, PASS_EACH, PEFT, TRL, FLOOR = (
     "ours, one pass for all",
     "ours, a pass per agent",
     "K runs of PEFT",
     "K runs of SFTTrainer, packing",
-    "K runs of SFTTrainer, padding",
     "the floor",
 )
 ALIGNED: Final = 64
@@ -49,7 +48,7 @@ ALIGNED: Final = 64
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """The size of the measurement.
 
     Attributes:
         model: a folder of Transformers.
@@ -73,9 +72,8 @@ class Case:
     def rounds_of_rows(self) -> list[list[Batch]]:
         """The rows of every round, step by step."""
         count = self.rounds * STEPS_PER_ROUND
-        every = batches(
-            Config(eval_dataset_name=self.dataset), AutoTokenizer.from_pretrained(self.model), self.rows
-        )[:count]  # fmt: skip
+        config, tokenizer = Config(eval_dataset_name=self.dataset), AutoTokenizer.from_pretrained(self.model)
+        every = batches(config, tokenizer, self.rows)[:count]
         return [every[at : at + STEPS_PER_ROUND] for at in range(0, count, STEPS_PER_ROUND)]
 
 
@@ -95,7 +93,7 @@ def peft_run(case: Case) -> Callable[[Sequence[Batch]], tuple[float, float]]:
     return lambda steps: _timed(lambda: [trainer.step(batch) for batch in steps])
 
 
-def sft_run(case: Case, *, packing: bool) -> Callable[[Sequence[Batch]], tuple[float, float]]:
+def sft_run(case: Case) -> Callable[[Sequence[Batch]], tuple[float, float]]:
     """One of K; the losses of packed rows are others."""
     from benchmarks.sft import dataset_of, sft_cpu_s
 
@@ -103,9 +101,9 @@ def sft_run(case: Case, *, packing: bool) -> Callable[[Sequence[Batch]], tuple[f
 
     def take(steps: Sequence[Batch]) -> tuple[float, float]:
         tokens = sum(batch.num_tokens for batch in steps) / len(steps)
-        length, rows = ALIGNED * round(tokens / ALIGNED + 0.5), 1 if packing else case.rows
-        own = {"packing": packing, "max_length": length, "per_device_train_batch_size": rows}
-        settings = {**own, "bf16": case.precision == "bf16"}
+        length = ALIGNED * round(tokens / ALIGNED + 0.5)
+        settings = {"packing": True, "max_length": length, "per_device_train_batch_size": 1}
+        settings["bf16"] = case.precision == "bf16"
         with tempfile.TemporaryDirectory() as folder:
             return sft_cpu_s(base, dataset_of([*steps]), settings, folder), float("nan")
 
@@ -138,12 +136,11 @@ TRAINERS: Final[dict[str, Callable[[Case], Callable[[Sequence[Batch]], tuple[flo
     ONE_PASS: lambda case: ours(case, per_agent=False),
     PASS_EACH: lambda case: ours(case, per_agent=True),
     PEFT: peft_run,
-    TRL: lambda case: sft_run(case, packing=True),
-    PADDED: lambda case: sft_run(case, packing=False),
+    TRL: sft_run,
     FLOOR: floor,
 }
 #: How many runs stand behind one that is measured.
-RUNS: Final = {ONE_PASS: 1, PASS_EACH: 1, PEFT: K, TRL: K, PADDED: K, FLOOR: K}
+RUNS: Final = {ONE_PASS: 1, PASS_EACH: 1, PEFT: K, TRL: K, FLOOR: K}
 
 
 def work(name: str, case: Case, told: Connection) -> None:
@@ -158,7 +155,7 @@ def work(name: str, case: Case, told: Connection) -> None:
 
 
 def measure(case: Case, names: Sequence[str]) -> dict[str, list[tuple[float, float, int]]]:
-    """Of every trainer and round but the first: CPU seconds of all K, mean loss, peak in bytes.
+    """CPU seconds of all K, mean loss and peak in bytes, of every trainer and round but the first.
 
     Raises:
         AssertionError: the losses differ of those that do the same.
@@ -199,8 +196,8 @@ def table(case: Case, found: dict[str, list[tuple[float, float, int]]]) -> str:
 
 
 def report(case: Case) -> str:
-    """What `benchmarks.step --model` prints."""
-    names = [name for name in TRAINERS if name not in (TRL, PADDED) or importlib.util.find_spec("trl")]
+    """The page of `benchmarks.step --model`."""
+    names = [name for name in TRAINERS if name != TRL or importlib.util.find_spec("trl")]
     steps = [batch for each in case.rounds_of_rows() for batch in each]
     length = statistics.mean(batch.num_tokens / batch.num_rows for batch in steps)
     told = f"{Path(case.model).name}, {case.precision}, {case.rows} rows a step of {length:.0f} tokens in the mean,"

@@ -35,7 +35,7 @@ ROWS: Final = (2, 8)
 
 
 def surroundings() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine and the libraries of the figures."""
     return {
         "date": f"{date.today()}",
         "processor": getattr(torch.cpu, "get_capabilities", dict)().get("cpu_name", platform.processor()),

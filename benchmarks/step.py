@@ -211,7 +211,7 @@ def random_base(size: str) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of one size and number of rows.
+    """The results of one size and number of rows.
 
     Attributes:
         costs: of every trainer on every batch but the first, which warms up.
@@ -224,7 +224,7 @@ class Measured:
     speeds: str
 
     def ratio(self, name: str) -> float:
-        """How many times our CPU time a trainer takes, the median."""
+        """The median ratio of a trainer's CPU time to ours."""
         return statistics.median(cpu_ratios(self.costs[name], self.costs[OURS]))
 
 

@@ -44,7 +44,8 @@ from benchmarks.crowd import Results, over_rows, over_seeds, train
 from benchmarks.crowd_answers import Answers, Measured, beside_each_other, everyone, folder_of, untrained
 from benchmarks.record import surroundings
 from ci_llm.config import Config
-from ci_llm.core.durable import read_json, write_bytes
+from ci_llm.core.durable import write_bytes
+from ci_llm.core.evaluation_file import read_evaluation
 from ci_llm.crowd.pretrained import open_pretrained
 from ci_llm.data.rows import Chat
 from ci_llm.data.sources import load_rows
@@ -80,19 +81,19 @@ ARMS: Final = (CHOICES, STEPS, BOTH_CROWDS, BASE)
 
 @dataclass(frozen=True)
 class Regime:
-    """What an arm is given: rows of one data set, drawn by a seed."""
+    """The training rows of an arm: a number of them, drawn by a seed."""
 
     rows: int
     seed: int
 
     @property
     def steps(self) -> int:
-        """Of each of K agents: four passes over the rows, and at least 32 steps."""
+        """The steps of each of K agents: four passes over the rows, and at least 32."""
         return max(32, 4 * self.rows // ROWS_PER_STEP)
 
     @property
     def choices(self) -> Regime:
-        """That in which its rates are chosen."""
+        """The regime in which the rates of this one are chosen."""
         return Regime(self.rows, SEED_OF_CHOICES)
 
 
@@ -127,12 +128,10 @@ class Rows:
         return chats
 
     def _file(self, name: str, chats: Sequence[Chat]) -> Path:
-        return self._written(name, [json.dumps({"messages": [m.as_turn() for m in chat.messages]}) for chat in chats])
-
-    def _written(self, name: str, lines: Sequence[str]) -> Path:
         path = self._folder / f"{name}.jsonl"
         self._folder.mkdir(parents=True, exist_ok=True)
-        text = "".join(f"{line}\n" for line in lines)
+        each = ({"messages": [message.as_turn() for message in chat.messages]} for chat in chats)
+        text = "".join(f"{json.dumps(row)}\n" for row in each)
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             write_bytes(path, text.encode())
         return path
@@ -195,7 +194,7 @@ class Study:
 
     @property
     def lines(self) -> list[Line]:
-        """Those of this data set, this base and these test rows."""
+        """The lines of this data set, this base and these test rows."""
         here = (self.rows.name, self.base.name, self._test)
         return [line for line in read_lines(self.file) if (line.dataset, line.base, line.test) == here]
 
@@ -205,7 +204,7 @@ class Study:
         return line and {arm: CANDIDATES[arm][nll.index(min(nll))] for arm, nll in line.candidates.items()}
 
     def done(self, arm: str, regime: Regime) -> Line | None:
-        """Its line, if it was trained with the settings that it has now."""
+        """The line of an arm, if it was trained with the settings that it has now."""
         settings = self.settings(arm, regime)
         for line in reversed(self.lines):
             if (line.arm, line.rows, line.seed) == (arm, regime.rows, regime.seed):
@@ -271,7 +270,7 @@ class Study:
         return {STEPS: everyone(saved, self._rows_of(self.rows.test), AT_A_TIME)[0]}
 
     def _crowd_answers(self, checkpoint: Path) -> Answers:
-        """Of each crowd: the mean of its agents, its best one by validation, and the crowd."""
+        """The answers of each crowd: the mean of its agents, its best one by validation, and the crowd."""
         saved, answers = open_pretrained(checkpoint, "cpu"), dict[str, Measured]()
         groups = [range(at, at + K) for at in range(0, len(saved.agents), K)]
         test, validation = (
@@ -288,13 +287,13 @@ class Study:
         return Config(eval_dataset_name=str(file), eval_samples=None, max_seq_length=512)
 
     def _candidates(self, regime: Regime) -> dict[str, list[float]]:
-        """By arm the NLL of each candidate's answers on the validation rows.
+        """The NLL of each candidate's answers on the validation rows, by arm.
 
         An agent learns the same in any company, so agents of one job make all crowds.
         """
         singles = [rate for (rate,) in CANDIDATES[SINGLE]]
         run = self._trained(f"{CHOICES} {SINGLE}", regime, _single(singles, regime)).parent
-        found = {SINGLE: [float(each["value"]) for each in read_json(run / "evaluation.json")["best"]["agents"]]}
+        found = {SINGLE: _best_values(run)}
         crowds = [crowd for name in CROWDS for crowd in CANDIDATES[name]]
         rates = [rate for rate in dict.fromkeys(sum(crowds, ())) for _ in range(max(c.count(rate) for c in crowds))]
         checkpoint = self._trained(f"{CHOICES} {BOTH_CROWDS}", regime, _agents(rates, regime.steps))
@@ -303,6 +302,14 @@ class Study:
         measured = everyone(open_pretrained(checkpoint, "cpu"), validation, AT_A_TIME, groups)[len(rates) :]
         nll = iter([round(sum(one["nll"]) / sum(one["tokens"]), 5) for one in measured])
         return found | {name: [next(nll) for _ in CANDIDATES[name]] for name in CROWDS}
+
+
+def _best_values(run: Path) -> list[float]:
+    """The best NLL of each agent of a completed run on its validation rows."""
+    evaluation = read_evaluation(run)
+    assert evaluation is not None, "a completed run has one"
+    assert evaluation.ending is not None, "a training has made it"
+    return [best.value for best in evaluation.ending.best.agents if best is not None]
 
 
 def _agents(rates: Sequence[str], steps: int) -> dict[str, str]:
@@ -328,7 +335,7 @@ def _agents_with(crowd: Sequence[str], rates: Sequence[str]) -> list[int]:
 
 
 def agent_steps(arm: str, regime: Regime) -> int:
-    """Of the training; 0 for what trains nothing."""
+    """The agent-steps of an arm's training; 0 if it trains nothing."""
     crowds = [crowd for name in CROWDS for crowd in CANDIDATES[name]]
     agents = sum(max(crowd.count(rate) for crowd in crowds) for rate in dict.fromkeys(sum(crowds, ())))
     of = {STEPS: K, BOTH_CROWDS: K * len(CROWDS), CHOICES: K * len(CANDIDATES[SINGLE]) + agents}
@@ -355,8 +362,7 @@ class Way:
     seeds: tuple[int, ...]
 
     def gain_over(self, other: Way) -> tuple[float, float] | None:
-        """By how much less NLL per token it has, and the half-width of the interval over rows; None without a common
-        seed."""
+        """(Its gain in NLL per token, the half-width of the interval over rows); None without a common seed."""
         common = [seed for seed in self.seeds if seed in other.seeds]
         if not common:
             return None
@@ -367,13 +373,13 @@ class Way:
         return float(per_row.mean()), over_rows(per_row)
 
     def gains_over(self, other: Way) -> list[float]:
-        """The same of each common seed."""
+        """The gain of each common seed."""
         mine, theirs = (dict(zip(way.seeds, way.results.mean_nll.tolist(), strict=True)) for way in (self, other))
         return [theirs[seed] - mine[seed] for seed in self.seeds if seed in theirs]
 
 
 def ways_of(lines: Sequence[Line]) -> dict[str, Way]:
-    """By name, from the lines of one regime, of which the last of an arm and seed counts."""
+    """The ways to answer by name, from the lines of one regime; of an arm and seed the last line counts."""
     latest = {(line.arm, line.seed): line for line in lines}
     found: dict[str, dict[int, Measured]] = {}
     for line in latest.values():
@@ -448,7 +454,7 @@ def _told(name: str, nll: Sequence[float]) -> str:
 
 
 def planned(regimes: Sequence[Regime], arms: Sequence[str]) -> list[tuple[str, Regime]]:
-    """What there is to do, in order: what comes once, then all arms of a seed before those of the next."""
+    """The arms to run, in order: those that come once, then all of a seed before those of the next."""
     choices = [(CHOICES, choices) for choices in dict.fromkeys(each.choices for each in regimes)]
     every = [(arm, regime) for regime in regimes for arm in (STEPS, BOTH_CROWDS)]
     return [(arm, regime) for arm, regime in (*choices, *every, (BASE, NOWHERE)) if arm in arms]

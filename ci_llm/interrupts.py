@@ -101,7 +101,7 @@ class Interrupts:
 
     @property
     def save_requested(self) -> bool:
-        """Whether a checkpoint has been requested since the last `take_save_request`."""
+        """True if a checkpoint has been requested since the last `take_save_request`."""
         return self._save_requested
 
     def take_save_request(self) -> bool:
@@ -133,7 +133,7 @@ class Interrupts:
 
     @property
     def installed(self) -> bool:
-        """Whether the handlers are in place."""
+        """True while the handlers are in place."""
         return self in _installed
 
     def install(self) -> Interrupts:

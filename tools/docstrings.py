@@ -25,7 +25,7 @@ QUESTION = "Which module of Python's standard library has this? "
 
 
 def docstrings(module: str) -> Iterator[str]:
-    """Those of the public functions and classes that a module defines, and of the methods of these classes."""
+    """The docstrings of the public functions and classes that a module defines, and of the methods of these classes."""
     for name, value in vars(importlib.import_module(module)).items():
         defined = inspect.isroutine(value) or inspect.isclass(value)
         if name.startswith("_") or not defined or not f"{value.__module__}.".startswith(f"{module}."):

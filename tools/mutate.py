@@ -49,7 +49,7 @@ SWAPS = {**{new: old for old, new in _PAIRS}, **dict(_PAIRS)}
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST]:
-    """What `node` may become."""
+    """The nodes that `node` may be changed into."""
     changed = copy.deepcopy(node)
     match changed:
         case ast.Compare(ops=[op, *_]) if type(op) in SWAPS:

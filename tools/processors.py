@@ -26,24 +26,28 @@ EMULATIONS: Final = (
     "ONEDNN_MAX_CPU_ISA=SSE41",
     "MKL_ENABLE_INSTRUCTIONS=SSE4_2",
 )
-TESTS: Final = ("-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider")
-BESIDE: Final = ("-n", os.environ.get("JOBS", "2"), "--dist", "loadfile", "--no-loadscope-reorder")
+TESTS: Final = (
+    *("-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"),
+    *("-n", os.environ.get("JOBS", "2"), "--dist", "loadfile", "--no-loadscope-reorder"),
+)
 
 
-def run(emulation: str, words: Sequence[str] = (*TESTS, *BESIDE)) -> tuple[int, str]:
+def run(emulation: str) -> tuple[int, str]:
     """The exit code of the tests under this emulation, and what they said."""
     name, _, value = emulation.partition("=")
-    command, where = [sys.executable, *words], {**os.environ, "OMP_NUM_THREADS": "1", name: value}
-    ended = subprocess.run(command, cwd=ROOT, env=where, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    where = {**os.environ, "OMP_NUM_THREADS": "1", name: value}
+    ended = subprocess.run(
+        [sys.executable, *TESTS], cwd=ROOT, env=where, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     return ended.returncode, ended.stdout
 
 
-def main(emulations: Sequence[str], words: Sequence[str] = (*TESTS, *BESIDE)) -> int:
+def main(emulations: Sequence[str]) -> int:
     """Run the tests under each; the table of CONTRIBUTING.md goes to stdout, what has failed to stderr: then 1."""
     codes = []
     print("| emulated by | passed | skipped | failed |\n|---|---|---|---|", flush=True)
     for emulation in emulations or EMULATIONS:
-        code, said = run(emulation, words)
+        code, said = run(emulation)
         lines = said.splitlines() or [""]
         found = {kind: number for number, kind in re.findall(r"(\d+) (passed|skipped|failed|error)", lines[-1])}
         cells = [found.get(kind, "0") for kind in ("passed", "skipped", "error" if "error" in found else "failed")]

@@ -2,9 +2,9 @@
 
     python -m tools.release [--end lowest|newest] [--folder build/release] [--keep]
 
-`lowest` pins every dependency of pyproject.toml at the lower end of its range, `newest` pins none. At the end it says
-which upper ends to raise, because a newer release exists. An environment has its own torch, of up to 7 GB where only
-builds for CUDA can be had, and is deleted after its tests.
+`lowest` pins every dependency of pyproject.toml at the lower end of its range, `newest` pins none, and lists what is
+released beyond the upper ends: let it in, call this again, and keep it if the tests pass. An environment has its own
+torch, of up to 7 GB where only builds for CUDA can be had, and is deleted after its tests.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import tarfile
 import tomllib
 import venv
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -43,31 +42,8 @@ def lowest(pyproject: str) -> list[str]:
 
 
 def dependencies(pyproject: str) -> list[Requirement]:
-    """What the package cannot do without; from the text of pyproject.toml."""
+    """The requirements of the package; from the text of pyproject.toml."""
     return [Requirement(each) for each in tomllib.loads(pyproject)["project"]["dependencies"]]
-
-
-def to_raise(pyproject: str, newest: Callable[[str], str]) -> list[str]:
-    """A line for every dependency whose newest release lies beyond the upper end of its range.
-
-    Args:
-        newest: the version of the newest release of a package.
-    """
-    bounded = [each for each in dependencies(pyproject) if "<" in str(each.specifier)]
-    found = [(each, newest(each.name)) for each in bounded]
-    return [
-        f"{each.name} {version} is released, and pyproject.toml has {each}: let it in, call this again, and keep it if"
-        " the tests pass"
-        for each, version in found
-        if version not in each.specifier
-    ]
-
-
-def newest_release(name: str) -> str:
-    """The newest release of a package, as the index has it for this Python."""
-    command = [sys.executable, "-m", "pip", "index", "versions", name, "--disable-pip-version-check"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return said.partition("(")[2].partition(")")[0]
 
 
 def call(*words: object, cwd: Path = ROOT, **environment: str) -> None:
@@ -115,6 +91,8 @@ def rehearse(end: str, wheel: Path, folder: Path, tests: Sequence[str]) -> None:
     pins.write_text("\n".join(lowest((ROOT / "pyproject.toml").read_text())) if end == "lowest" else "")
     call(programs / "pip", "install", "--quiet", "-c", pins, f"{wheel}[dev]")
     call(programs / "pip", "check")
+    if end == "newest":
+        call(programs / "pip", "list", "--outdated")
     empty = folder / f"{end}-first-hour"
     empty.mkdir()
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
@@ -145,8 +123,6 @@ def main() -> None:
         rehearse(end, wheel, folder, given.tests)
         if not given.keep:
             shutil.rmtree(folder / end)
-    for line in to_raise((ROOT / "pyproject.toml").read_text(), newest_release):
-        print(f"\n{line}")
     print(f"\n{wheel.name} and {source.name} are in {folder / 'dist'}")
 
 

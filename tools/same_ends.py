@@ -94,12 +94,10 @@ class Cell:
 
     Attributes:
         keys: beside those of `KEYS`.
-        template: whether its rows go through a chat template, so that reading one better changes its weights.
     """
 
     keys: Mapping[str, Any] = field(default_factory=dict)
     processes: int = 1
-    template: bool = False
 
 
 _OWN = [
@@ -109,15 +107,14 @@ _OWN = [
 ]
 
 CELLS: Mapping[str, Cell] = {
-    "embedded": Cell({"dataset_name": "embedded", "eval_dataset_name": None, "max_seq_length": 256}, template=True),
+    "embedded": Cell({"dataset_name": "embedded", "eval_dataset_name": None, "max_seq_length": 256}),
     "one_pass": Cell({"pass_per_agent": False, "diversity": "swd", "lambda_sw": 0.1, "kernels": "plain"}),
     "own": Cell({"agents": _OWN, "num_agents": len(_OWN)}),
     "two_processes": Cell({"batch_size": 2, "lora_dropout": 0.1}, processes=2),
     "three_processes": Cell({"batch_size": 2, "lora_dropout": 0.1}, processes=3),
     "dpo": Cell(
         {"objective": "dpo", "beta": 0.1, "loss_type": "sigmoid", "reference": "base"}
-        | dict.fromkeys(("dataset_name", "eval_dataset_name"), "pairs.jsonl"),
-        template=True,
+        | dict.fromkeys(("dataset_name", "eval_dataset_name"), "pairs.jsonl")
     ),
     "nf4": Cell({"quantization": "nf4", "num_agents": 2}),
     "real": Cell(
@@ -249,7 +246,7 @@ def placed(cell: Cell, rows: Path) -> Cell:
             return str(real_base())
         return str(rows / value) if str(value).endswith(".jsonl") else value
 
-    return Cell({key: of(key, value) for key, value in (KEYS | cell.keys).items()}, cell.processes, cell.template)
+    return Cell({key: of(key, value) for key, value in (KEYS | cell.keys).items()}, cell.processes)
 
 
 def compare(here: Checkout, there: Checkout, cells: Mapping[str, Cell], work: Path) -> bool:
@@ -259,7 +256,7 @@ def compare(here: Checkout, there: Checkout, cells: Mapping[str, Cell], work: Pa
     for tree, keys in known.items():
         if missing := sorted(asked - keys):
             print(f"{tree.folder} does not have, and is not given: {', '.join(missing)}")
-    print("| cell | chat template | tensors equal | killed and resumed |\n|---|---|---|---|", flush=True)
+    print("| cell | tensors equal | killed and resumed |\n|---|---|---|", flush=True)
     same = True
     for name, cell in cells.items():
         runs = []
@@ -269,7 +266,7 @@ def compare(here: Checkout, there: Checkout, cells: Mapping[str, Cell], work: Pa
             runs.append(tree.train(cell, known[tree], folder, killed))
         found = [compared(run, runs[0]) for run in runs[1:]]
         same &= all(equal == of for equal, of in found)
-        columns = [name, "yes" if cell.template else "no", *(f"{equal} of {of}" for equal, of in found)]
+        columns = [name, *(f"{equal} of {of}" for equal, of in found)]
         print(f"| {' | '.join(columns)} |", flush=True)
     return same
 

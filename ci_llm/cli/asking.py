@@ -140,7 +140,7 @@ def find_run(path: str, base_model: str | None, *, takes_base: bool = True) -> s
     loaded, so that a refusal is quick, and libraries are set offline before their import.
 
     Args:
-        takes_base: whether a base alone will do.
+        takes_base: a base alone is accepted.
 
     Raises:
         BadInput: there is no such folder, it holds no crowd, or its run has no checkpoint yet.

@@ -123,7 +123,7 @@ class Conversation:
 
     @property
     def kind(self) -> str:
-        """A line for people: whether a message is a text, a single question, or a turn of a conversation."""
+        """A line for people: a message is a text, a single question, or a turn of a conversation."""
         if self._prompter.form == "text":
             return "Trained on plain text: each message is continued, and none is remembered."
         if not self._prompter.tells_turns_apart:

@@ -71,7 +71,7 @@ _HELP: Final = Path(__file__).with_name("help")
 
 
 def help_of(command: str) -> str:
-    """What a command says of itself, which stands in a file of its own."""
+    """The text of a command's help, which is a file."""
     return (_HELP / f"{command}.txt").read_text(encoding="utf-8").rstrip("\n")
 
 
@@ -86,7 +86,7 @@ def parser_of(command: str, common: Collection[str] | None = None) -> Parser:
 
 
 def take_dry_run(words: Sequence[str]) -> tuple[bool, list[str]]:
-    """Whether the words ask for a dry run, and the words without that one."""
+    """(True if the words ask for a dry run, the other words)."""
     keys = [word for word in words if word not in ("--dry-run", "--dry_run")]
     return len(keys) < len(words), keys
 
@@ -254,7 +254,7 @@ def _prepare_standard_files() -> None:
 
 
 def _stdout_fails() -> bool:
-    """Whether standard output cannot be written, as on a full disk or a closed pipe; else another file has failed."""
+    """True if standard output cannot be written, as on a full disk or a closed pipe."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"\n")  # an unbuffered stream has nothing to flush

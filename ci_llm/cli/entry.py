@@ -33,7 +33,7 @@ def run_command(command: str, words: list[str]) -> int:
 
 
 def _is_missing_here(error: ModuleNotFoundError) -> bool:
-    """Whether this package imports the missing one; an import in other code is a failure of the run."""
+    """True if this package imports the missing one; an import in other code is a failure of the run."""
     *_, (importer, _) = traceback.walk_tb(error.__traceback__)
     ours = str(importer.f_globals.get("__name__")).startswith("ci_llm.")
     return ours and not str(error.name).startswith("ci_llm")

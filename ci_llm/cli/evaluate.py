@@ -15,7 +15,7 @@ from ci_llm.core.quantities import duration
 from ci_llm.core.remote import is_url
 
 if TYPE_CHECKING:
-    from ci_llm.evaluation.evaluate import Evaluated
+    from ci_llm.evaluation.saved_crowd import Evaluated
 
 _COMMON = ("--data", "--max-samples", "--failed", "--calibrate", "--json")
 _LISTED_FAILURES = 10
@@ -39,8 +39,8 @@ def evaluate_run(words: Sequence[str]) -> int:
     if call.data:
         go_offline_if_unreachable(call.data)
     with importing():
-        from ci_llm.evaluation.evaluate import evaluate
         from ci_llm.evaluation.loading import Request, read_keys
+        from ci_llm.evaluation.saved_crowd import evaluate
 
     named = {name: value for name, value in vars(call).items() if name not in ("keys", "failed", "json")}
     request = Request(**named, keys=read_keys(call.keys))
@@ -101,8 +101,8 @@ class _Progress:
 
 
 def _as_text(call: argparse.Namespace, found: Evaluated) -> Iterator[str]:
-    from ci_llm.evaluation.evaluate import failed_lines
     from ci_llm.evaluation.predictions import sureness_lines
+    from ci_llm.evaluation.saved_crowd import failed_lines
     from ci_llm.report.scores import failed_rows, table
 
     yield from (f"data  {line}" for line in found.lines)

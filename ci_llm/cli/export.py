@@ -115,7 +115,7 @@ def _checked(call: argparse.Namespace) -> Merge | Distillation | None:
 
 
 def _given(call: argparse.Namespace, *names: str) -> str:
-    """Those of these options that were given, joined; empty if none was."""
+    """The options that were given among these, joined by commas."""
     return ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(call, name) is not None)
 
 

@@ -129,7 +129,7 @@ def _script(options: Options) -> Path:
 
 
 def is_own_script(script: Path) -> bool:
-    """Whether a file starts this project's trainer: it imports its command line."""
+    """True if a file starts this project's trainer: it imports the command line of this project."""
     try:
         return _OWN_ENTRY.search(script.read_text(encoding="utf-8")) is not None
     except (OSError, UnicodeDecodeError):

@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from ci_llm.core.imports import plugin_names
-from ci_llm.core.scores import METRICS
+from ci_llm.core.measures import METRICS
 
 ChangeKind = Literal["free", "schedule", "sample-exact"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from ci_llm.config.foreign import NO_EFFECT
 from ci_llm.config.own_keys import KeysOfEach
+from ci_llm.core.measures import METRICS, measures_of
 from ci_llm.core.remote import is_url, why_no_mirror
 from ci_llm.core.run_folder import is_reserved
-from ci_llm.core.scores import METRICS, measures_of
 
 
 @dataclass(frozen=True)

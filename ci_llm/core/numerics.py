@@ -34,7 +34,6 @@ SETTINGS: Final = re.compile(
 )
 #: Units of a processor with kernels of their own, beside those that torch's capability stands for.
 UNITS: Final = re.compile(r"avx_vnni|avx512_(bf16|fp16|vnni)|amx_\w+|bf16|i8mm|sve2?")
-UNKNOWN: Final = "not set"
 _KINDS: Final = ("machine", "settings", "versions")
 
 
@@ -50,11 +49,7 @@ def names(device: torch.device, kernels: str = PLAIN) -> dict[str, Any]:
     if device.type == "cuda":
         numerics += f".{NUMERICS_OF_A_GPU}"
     versions = {"ci_llm": __version__} | {name: version(name) for name in LIBRARIES} | _built_in()
-    return {
-        "machine": machine,
-        "settings": settings | {"numerics": numerics},
-        "versions": versions,
-    }
+    return {"machine": machine, "settings": settings | {"numerics": numerics}, "versions": versions}
 
 
 def names_of_all(each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -90,7 +85,7 @@ def foretold(before: Mapping[str, Any]) -> str:
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str, str]]:
     """(name, its value before, its value now) of what has changed."""
     for key in {**before[kind], **now[kind]}:
-        old, new = (names[kind].get(key, UNKNOWN) for names in (before, now))
+        old, new = (names[kind].get(key, "not set") for names in (before, now))
         if old != new:
             yield key, old, new
 

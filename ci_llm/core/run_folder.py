@@ -85,10 +85,10 @@ def attempt_folder(run_folder: Path | str, attempt: int) -> Path:
     return Path(run_folder, ATTEMPTS, str(attempt))
 
 
-def newest_attempt(run_folder: Path | str) -> int | None:
-    """The number of the newest attempt that has a folder; None without any."""
-    numbers = (path.name for path in Path(run_folder, ATTEMPTS).glob("*"))
-    return max((int(number) for number in numbers if number.isdecimal()), default=None)
+def attempt_numbers(run_folder: Path | str) -> list[int]:
+    """The numbers of the attempts that have a folder, in order."""
+    names = (path.name for path in Path(run_folder, ATTEMPTS).glob("*"))
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def record_attempt(run_folder: Path, attempt: int, step: int, place: Mapping[str, object] | None = None) -> None:
@@ -106,9 +106,8 @@ def record_attempt(run_folder: Path, attempt: int, step: int, place: Mapping[str
 
 def attempts_without_progress(run_folder: Path, step: int) -> int:
     """The number of attempts in a row, the last one included, that have begun at `step`."""
-    found = (path.parent.name for path in run_folder.glob(f"{ATTEMPTS}/*/{_BEGAN}"))
-    newest_first = sorted((int(number) for number in found if number.isdecimal()), reverse=True)
-    return len(list(takewhile(lambda number: read_began(run_folder, number).get("step") == step, newest_first)))
+    found = [each for each in attempt_numbers(run_folder) if (attempt_folder(run_folder, each) / _BEGAN).exists()]
+    return len([*takewhile(lambda number: read_began(run_folder, number).get("step") == step, reversed(found))])
 
 
 def read_began(run_folder: Path | str, attempt: int) -> Mapping[str, Any]:
@@ -369,7 +368,7 @@ def write_skipped_batches(run_folder: Path, batches: Sequence[BadBatch]) -> None
 BEGINNING: Final = "beginning.json"
 #: What attempts have decided about changes of the crowd.
 CROWD_CHANGES: Final = "crowd_changes.json"
-#: The result of a run; `ci_llm.core.evaluation` writes and reads it.
+#: The result of a run; `ci_llm.core.evaluation_file` writes and reads it.
 EVALUATION: Final = "evaluation.json"
 #: Names in the folder of a sweep: its record, the folder of its runs, and the folder of the best trial's agent.
 SWEEP: Final = "sweep.json"

@@ -21,6 +21,7 @@ import psutil
 
 from ci_llm.core import run_folder
 from ci_llm.core.durable import make_folders, write_json
+from ci_llm.core.metrics_file import last_records
 from ci_llm.errors import BadInput
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Status:
         pid_space: where `pid` is unique: one boot of one machine, and the PID namespace of a container.
         next_command: the command that resumes the run.
         best_step: the optimizer step with the best evaluation so far.
-        objective: what it measures, as `ci_llm.core.scores.measures_of` takes it.
+        objective: what it measures, as `ci_llm.core.measures.measures_of` takes it.
         judged_by: "nll" for rows whose answers are free text, which have no exact match.
         micro_batch_size: rows per process and micro-step; fewer than configured if memory ran out.
         warning: why the result may be worthless, although the run trains or is completed; None if nothing is known.
@@ -237,7 +238,7 @@ def last_attempt(output_dir: Path | str) -> int | None:
     try:
         written = last_status(output_dir)
     except BadInput:
-        return run_folder.newest_attempt(output_dir)
+        return max(run_folder.attempt_numbers(output_dir), default=None)
     return None if written is None else written.attempt
 
 
@@ -261,13 +262,11 @@ def last_status(output_dir: Path | str) -> Status | None:
         return None
 
 
-def keep_status(output_dir: Path | str, *, step: int = 0, time: float = 0.0) -> None:
+def keep_status(output_dir: Path) -> None:
     """Keep the status of the last attempt as `attempts/<n>/status.json`, before the next one writes its own.
 
-    A damaged status cannot be kept; that is logged, and the next attempt writes its own.
-
-    Args:
-        step, time: from its last line of metrics, which may be younger than its last heartbeat.
+    Its last line of metrics may be younger than its last heartbeat. A damaged status cannot be kept; that is logged,
+    and the next attempt writes its own.
 
     Raises:
         OSError: the disk refuses it.
@@ -280,7 +279,9 @@ def keep_status(output_dir: Path | str, *, step: int = 0, time: float = 0.0) -> 
     if status is not None:
         kept = _kept_path(output_dir, status.attempt)
         make_folders(kept.parent)
-        status = replace(status, step=max(status.step, step), heartbeat=max(status.heartbeat, time))
+        for last in last_records(output_dir, at_most=1 << 16)[-1:]:
+            heartbeat = max(status.heartbeat, last.get("time", 0.0))
+            status = replace(status, step=max(status.step, last["step"]), heartbeat=heartbeat)
         write_json(kept, asdict(status))
 
 

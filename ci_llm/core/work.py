@@ -24,7 +24,7 @@ class Work:
         total: parts in all.
         parts: what is counted: "rows".
         done: parts that are done.
-        ended: whether it is over, be it by an error.
+        ended: it is over, be it by an error.
         began_at: `time.monotonic()`.
     """
 

@@ -24,7 +24,7 @@ from ci_llm.base.load import auto_class, load_architecture, load_base, stored_dt
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.config import Config
 from ci_llm.core.durable import new_folder, write_new
-from ci_llm.core.scores import measures_of
+from ci_llm.core.measures import measures_of
 from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.card import ADAPTER, MODELFILE, CardFacts, Kind, adapter_card, crowd_card, public_name
 from ci_llm.crowd.crowd import Crowd

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from ci_llm.core.evaluation import Difference, Figure, Intervals, Judgement
-from ci_llm.core.scores import LEAST_ROWS, METRICS
+from ci_llm.core.evaluation_file import Difference, Figure, Intervals, Judgement
+from ci_llm.core.measures import LEAST_ROWS, METRICS
 from ci_llm.crowd.asking import answered_rows, batches_of, prompter_of
 from ci_llm.crowd.decoding import num_positions
 from ci_llm.crowd.model import CrowdModel

@@ -21,8 +21,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ci_llm.core.evaluation import Asked, BaseScores, BestAgent, Difference, Figure, TeacherForced
-from ci_llm.core.scores import JudgedBy, paired_interval
+from ci_llm.core.evaluation_file import Asked, BaseScores, BestAgent, Difference, Figure, TeacherForced
+from ci_llm.core.measures import JudgedBy, paired_interval
 from ci_llm.crowd.aggregators import aggregate, find_vote, majority
 from ci_llm.crowd.answers import Uncertainty, decompose, of_text, signals
 from ci_llm.crowd.asking import TokenBatch, answered_rows, batches_of, is_tokens, require_writers, token_rows

@@ -32,7 +32,7 @@ TOY_EVAL_ROWS = 4
 
 @dataclass
 class Measured:
-    """What the toy run measured; None until it has.
+    """The measurements of the toy run; None before it.
 
     Attributes:
         tokens_per_s: tokens of training per second, all processes together.

@@ -262,7 +262,7 @@ def rewards(context: CheckContext) -> str:
 
 @torch.no_grad()
 def _regret(trainer: Trainer, prompt: list[int], text: list[int]) -> float:
-    """By how many nats a token of the text is, at worst, less likely than the likeliest one, in one full pass."""
+    """The largest gap in nats, over the tokens of the text, to the likeliest token of one full pass."""
     batch = pack([continuation(prompt, text)], [0]).to(trainer.crowd.device)
     trainer.crowd.eval()
     logits = trainer.crowd.head.logits(trainer.crowd.states(batch)[:, batch.predict_from])

@@ -17,7 +17,7 @@ from typing import Any, Final
 from ci_llm.checkpoints.manifest import read_file, read_manifest
 from ci_llm.config import Config, load_config, parse_config
 from ci_llm.config.schema import with_trait
-from ci_llm.core.scores import JudgedBy
+from ci_llm.core.measures import JudgedBy
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import num_positions
 from ci_llm.crowd.given_path import META_FILE
@@ -197,7 +197,7 @@ class Job:
 
     @property
     def is_rewarded(self) -> bool:
-        """Whether rewards judge the answers to prompts."""
+        """True if rewards judge the answers to prompts."""
         return self.tokenized.rows.form.kind == "prompts"
 
 

@@ -11,10 +11,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import psutil
 import pynvml
@@ -25,74 +25,56 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "gpu_stats.json"
 SAMPLES_KEPT = 360
+#: Values by name; None for one that is not known.
+Reading: TypeAlias = "Mapping[str, float | str | None]"
 
 
 @contextmanager
-def monitored(folder: Path, still_held: Callable[[], bool], *, wanted: bool) -> Iterator[None]:
-    """A monitor around the block, if it is wanted; see `HardwareMonitor`."""
-    monitor = HardwareMonitor(folder, still_held=still_held)
-    if wanted:
-        monitor.start()
-    try:
-        yield
-    finally:
-        monitor.stop()
-
-
-class HardwareMonitor:
-    """Samples from `start` to `stop`; the file holds the last 360 samples and the peaks of the attempt.
+def monitored(folder: Path, still_held: Callable[[], bool], *, interval_s: float = 10.0) -> Iterator[None]:
+    """Sample from the beginning of the block to its end; the file holds the last 360 samples and all peaks.
 
     Args:
         folder: the run's folder.
-        interval_s: seconds between samples.
         still_held: called before each write. Once it returns False, another attempt owns the folder, and nothing is
             written any more.
+        interval_s: seconds between samples.
     """
+    over = threading.Event()
+    monitor = _Monitor(folder / FILE_NAME, interval_s, still_held)
+    thread = threading.Thread(target=monitor.run, args=(over,), name="ci_llm hardware", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
-    def __init__(
-        self,
-        folder: Path | str,
-        *,
-        interval_s: float = 10.0,
-        still_held: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self._path, self._interval_s = Path(folder, FILE_NAME), interval_s
-        self._still_held = still_held
-        self._samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES_KEPT)
+
+class _Monitor:
+    def __init__(self, path: Path, interval_s: float, still_held: Callable[[], bool]) -> None:
+        self._path, self._interval_s, self._still_held = path, interval_s, still_held
+        self._samples: deque[Mapping[str, object]] = deque(maxlen=SAMPLES_KEPT)
         self._peaks: dict[str, float] = {}
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ci_llm hardware", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+    def run(self, over: threading.Event) -> None:
+        """Sample until `over` is set."""
+        failing = is_over = False
+        with gpus() as handles:
+            while not is_over:
+                # The first sample at once, and the last one at the end: even a short run has both.
+                is_over = over.wait(self._interval_s if self._samples else 0)
+                self._take([_read_gpu(index, handle) for index, handle in handles.items()], read_host())
+                try:
+                    self._write()
+                    failing = False
+                except OSError as error:
+                    if not failing:
+                        logger.warning(f"{FILE_NAME} cannot be written, the run continues: {error}")
+                    failing = True
 
-    def stop(self) -> None:
-        """Take one last sample and end the thread."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        gpus = Gpus()
-        failing = False
-        stopping = False
-        while not stopping:
-            # The first sample at once, and the last one after `stop`: even a short run has both.
-            stopping = self._stopping.wait(self._interval_s if self._samples else 0)
-            self._take({"time": round(time.time(), 3), "gpus": gpus.read(), "host": read_host()})
-            try:
-                self._write()
-                failing = False
-            except OSError as error:
-                if not failing:
-                    logger.warning(f"{FILE_NAME} cannot be written, the run continues: {error}")
-                failing = True
-        gpus.close()
-
-    def _take(self, sample: dict[str, Any]) -> None:
-        self._samples.append(sample)
-        named = {f"gpu{gpu['index']}": gpu for gpu in sample["gpus"]} | {"host": sample["host"]}
+    def _take(self, gpus: Sequence[Reading], host: Reading) -> None:
+        self._samples.append({"time": round(time.time(), 3), "gpus": gpus, "host": host})
+        named = {f"gpu{gpu['index']}": gpu for gpu in gpus} | {"host": host}
         for owner, values in named.items():
             for key, value in values.items():
                 if isinstance(value, int | float) and key != "index" and not key.endswith("total_bytes"):
@@ -104,7 +86,7 @@ class HardwareMonitor:
             write_json(self._path, content | {"samples": list(self._samples)})
 
 
-def read_host() -> dict[str, float | int]:
+def read_host() -> Reading:
     """The CPU share since the last call, and the memory of the machine and of this process with its children."""
     memory = psutil.virtual_memory()
     return {
@@ -128,32 +110,24 @@ def _resident_bytes(process: psutil.Process) -> int:
         return 0
 
 
-class Gpus:
-    """The NVIDIA GPUs that this process may query; none without a driver."""
-
-    def __init__(self) -> None:
-        self._handles: dict[int, Any] = {}
-        try:
-            pynvml.nvmlInit()
-        except pynvml.NVMLError:
-            return
-        for index in range(_query(pynvml.nvmlDeviceGetCount) or 0):
-            handle = _query(pynvml.nvmlDeviceGetHandleByIndex, index)
-            if handle is not None:  # None if the GPU is lost, or belongs to another container
-                self._handles[index] = handle
-
-    def read(self) -> list[dict[str, Any]]:
-        """One reading per GPU: shares as fractions, memory in bytes, degrees Celsius, watts."""
-        return [_read_gpu(index, handle) for index, handle in self._handles.items()]
-
-    def close(self) -> None:
-        """Release the driver."""
-        if self._handles:
-            pynvml.nvmlShutdown()
-            self._handles.clear()
+@contextmanager
+def gpus() -> Iterator[Mapping[int, object]]:
+    """The handles of the NVIDIA GPUs that this process may query, by index; none without a driver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield {}
+        return
+    indices = range(_query(pynvml.nvmlDeviceGetCount) or 0)
+    found = {index: _query(pynvml.nvmlDeviceGetHandleByIndex, index) for index in indices}
+    try:  # the handle is None if a GPU is lost, or belongs to another container
+        yield {index: handle for index, handle in found.items() if handle is not None}
+    finally:
+        pynvml.nvmlShutdown()
 
 
-def _read_gpu(index: int, handle: Any) -> dict[str, Any]:
+def _read_gpu(index: int, handle: object) -> Reading:
+    """One reading of a GPU: shares as fractions, memory in bytes, degrees Celsius, watts."""
     memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle)
     rates = _query(pynvml.nvmlDeviceGetUtilizationRates, handle)
     power_mw = _query(pynvml.nvmlDeviceGetPowerUsage, handle)

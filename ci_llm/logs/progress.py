@@ -17,7 +17,7 @@ WINDOW_S: Final = 60.0  # of training, over which the speed is measured
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands after a step.
+    """The position of a run after a step.
 
     Attributes:
         step, total: optimizer steps done, and of the whole run.

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 from ci_llm.cluster.slurm import read_job
 from ci_llm.core import work
 from ci_llm.core.durable import write_bytes
-from ci_llm.core.metrics_file import METRICS_NAME, Record, read_records, record_of
+from ci_llm.core.metrics_file import METRICS_NAME, record_of
 from ci_llm.core.quantities import duration, size
 from ci_llm.logs.progress import Position, ProgressLines, Speed
 from ci_llm.logs.terminal import Terminal, View
@@ -81,7 +81,8 @@ class MetricsFile(AppendedFile):
             staging: where the folder's owner writes the unfinished file (`durable.write_bytes`).
         """
         if self.still_held() and self.path.exists():
-            kept = [line for line in self._lines() if (record := record_of(line)) and record["step"] <= step]
+            lines = self.path.read_bytes().splitlines()
+            kept = [line for line in lines if (record := record_of(line)) and record["step"] <= step]
             write_bytes(self.path, b"".join(line + b"\n" for line in kept), staging=staging)
 
     def write(self, step: int, values: Mapping[str, object]) -> None:
@@ -89,24 +90,9 @@ class MetricsFile(AppendedFile):
         record = {"step": step, **values, "time": round(time.time(), 3)}
         self.append(json.dumps({key: _json_value(value) for key, value in record.items()}, allow_nan=False))
 
-    def read(self, step: int) -> dict[str, Any]:
-        """All values that the file holds for `step`; of a name that comes twice, the later value."""
-        return {name: value for record in self._records() if record["step"] == step for name, value in record.items()}
-
-    def last(self) -> dict[str, Any]:
-        """`step` and `time` of the last whole record; empty without any."""
-        record = next(filter(None, map(record_of, reversed(self._lines()))), {})
-        return {name: value for name, value in record.items() if name in ("step", "time")}
-
-    def _records(self) -> list[Record]:
-        return read_records(self.path.parent)[0]
-
-    def _lines(self) -> list[bytes]:
-        return self.path.read_bytes().splitlines() if self.path.exists() else []
-
 
 def _is_cut(path: Path) -> bool:
-    """Whether the last line has no newline: a crash or a full disk has cut it."""
+    """True if the last line has no newline: a crash or a full disk has cut it."""
     if not path.exists() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:
@@ -135,7 +121,7 @@ class RunLog:
 
     Args:
         folder: the run's folder.
-        is_main_process: whether this process writes; the others drop their records.
+        is_main_process: True on the process that writes; the others drop their records.
         terminal: for the lines that people read; standard output by default.
         quiet: show nothing on the terminal but warnings and errors; training.log has everything.
         interval_s: seconds between two lines of progress.
@@ -155,7 +141,7 @@ class RunLog:
         self._folder, self._is_main_process, self._quiet = Path(folder), is_main_process, quiet
         self._speed, self._progress_lines = Speed(clock), ProgressLines(interval_s, clock)
         self._terminal = Terminal(terminal or sys.stdout, View(self._speed), live=is_main_process and not quiet)
-        self._file, self._metrics = AppendedFile(self._folder / LOG_NAME), MetricsFile(self._folder / METRICS_NAME)
+        self._file, self.metrics_file = AppendedFile(self._folder / LOG_NAME), MetricsFile(self._folder / METRICS_NAME)
         self._attempt: int | None = None
         self._last_saved = -1
         self._origin: dict[str, int] = {}
@@ -179,7 +165,7 @@ class RunLog:
             return
         with self._lock:
             self._attempt = attempt
-            self._file.still_held = self._metrics.still_held = still_held
+            self._file.still_held = self.metrics_file.still_held = still_held
             self._origin = {"attempt": attempt, **_slurm_restarts()}
             restarts = self._origin.get("slurm_restarts")
             requeued = f", SLURM restart {restarts}" if restarts else ""
@@ -199,7 +185,7 @@ class RunLog:
         if not self._is_main_process or self._attempt is None:
             return
         with self._lock:
-            self._metrics.write(step, {**values, **self._origin})
+            self.metrics_file.write(step, {**values, **self._origin})
             if self._trackers is not None:
                 self._trackers.log(step, values)
 
@@ -250,19 +236,6 @@ class RunLog:
             if not self._terminal.is_live and not self._quiet:
                 self._terminal.show(line)
             self._write(line)
-
-    def truncate_metrics(self, step: int, staging: Path | None = None) -> None:
-        """Remove metrics past `step`, from which the run resumes; -1: all. `staging` as in `truncate`."""
-        if self._is_main_process:
-            self._metrics.truncate(step, staging)
-
-    def read_metrics(self, step: int) -> dict[str, Any]:
-        """All values that metrics.jsonl holds for `step`."""
-        return self._metrics.read(step)
-
-    def last_metrics(self) -> dict[str, Any]:
-        """`step` and `time` of the last whole line of metrics.jsonl; empty without one."""
-        return self._metrics.last()
 
     def start_trackers(
         self,
@@ -366,6 +339,6 @@ class RunHandler(logging.Handler):
 
 
 def _slurm_restarts() -> dict[str, int]:
-    """How often SLURM has requeued this job, for every record of metrics; nothing outside of SLURM."""
+    """The number of times that SLURM has requeued this job, for every record of metrics; empty outside of SLURM."""
     job = read_job()
     return {} if job is None else {"slurm_restarts": job.restarts}

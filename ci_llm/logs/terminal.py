@@ -211,7 +211,7 @@ class View:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to show."""
+        """True if there is nothing to show."""
         return self._position is None and not self._works
 
     def take_position(self, position: Position | None) -> None:
@@ -301,7 +301,7 @@ def _range(losses: Sequence[float], names: Sequence[str]) -> list[Text]:
 
 
 def _fitting(parts: Sequence[Text], width: int) -> Text:
-    """As many of the parts as fit into a line."""
+    """A line of as many parts as fit, the first one in any case."""
     line = parts[0]
     for part in parts[1:]:
         if _fits(longer := GAP.join([line, part]), width):
@@ -341,7 +341,7 @@ class Terminal:
 
     Args:
         view: what the live area shows.
-        live: whether there shall be a live area, where one is possible.
+        live: draw a live area, where one is possible.
     """
 
     def __init__(self, file: TextIO, view: View, *, live: bool = True) -> None:
@@ -356,7 +356,7 @@ class Terminal:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is a live area."""
+        """True if there is a live area."""
         return self._area is not None
 
     def show(self, text: str) -> None:
@@ -474,7 +474,7 @@ class _Others:
         return count
 
     def is_busy(self) -> bool:
-        """Whether somebody is at a line: to draw now would erase it."""
+        """True while other code has begun a line and not ended it: to draw now would erase it."""
         if self._open_since is not None and time.monotonic() - self._open_since >= PATIENCE_S:
             self.end_line()
         return self._open_since is not None

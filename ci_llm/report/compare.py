@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from ci_llm.config.schema import with_trait
 from ci_llm.config.yaml_file import dump_value
+from ci_llm.core.measures import LEAST_ROWS, METRICS, Measures
 from ci_llm.core.run_status import Status
-from ci_llm.core.scores import LEAST_ROWS, METRICS, Measures
 from ci_llm.report.facts import RunFacts
 from ci_llm.report.scores import LEADING, TOGETHER, Gain, Leaderboard, Score, comparable, differences, notes, scores
 

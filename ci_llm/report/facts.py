@@ -21,14 +21,15 @@ from ci_llm.checkpoints.layout import committed
 from ci_llm.checkpoints.manifest import read_file, read_manifest
 from ci_llm.config import Config, parse_config
 from ci_llm.core.durable import read_json, read_object
-from ci_llm.core.evaluation import Evaluation, read_evaluation
+from ci_llm.core.evaluation_file import Evaluation, read_evaluation
+from ci_llm.core.measures import Measures, measures_of
 from ci_llm.core.metrics_file import METRICS_NAME, Record, finite_numbers, number, read_records
 from ci_llm.core.run_folder import (
-    ATTEMPTS,
     MOVE_AWAY,
     NOT_A_RUN,
     SWEEP,
     Failure,
+    attempt_numbers,
     earliest_failure,
     parsed,
     read_began,
@@ -36,7 +37,6 @@ from ci_llm.core.run_folder import (
     read_recovery,
 )
 from ci_llm.core.run_status import Status, kept_status, read_status
-from ci_llm.core.scores import Measures, measures_of
 from ci_llm.errors import BadInput, CheckpointError, ConfigError
 from ci_llm.report.scores import as_line, what_evaluated
 
@@ -110,8 +110,7 @@ def read_attempts(folder: Path, status: Status, lines: Sequence[Record]) -> tupl
         status: the status of the run, and so of its last attempt.
         lines: the records of metrics.jsonl, which has none for a step that was lost.
     """
-    numbers = {int(path.name) for path in folder.glob(f"{ATTEMPTS}/*") if path.name.isdecimal()}
-    numbers = {number for number in numbers if number < status.attempt} | {status.attempt}
+    numbers = {number for number in attempt_numbers(folder) if number < status.attempt} | {status.attempt}
     own_lines = {each: [line for line in lines if line.get("attempt") == each and "time" in line] for each in numbers}
     log = _read_log(folder / "training.log")
     found: list[Attempt] = []

@@ -18,8 +18,8 @@ from ci_llm.config import Config, groups
 from ci_llm.config.auto import FOLLOWED
 from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.durable import write_bytes
+from ci_llm.core.measures import METRICS, Measures
 from ci_llm.core.quantities import count, duration, size
-from ci_llm.core.scores import METRICS, Measures
 from ci_llm.errors import CiLlmError
 from ci_llm.report.facts import KINDS, Metrics, Points, RunFacts, seconds_by_kind
 from ci_llm.report.scores import failed_rows, gains, notes, read_trials, scores

@@ -11,10 +11,8 @@ from statistics import fmean
 from typing import Any, Final, TypeVar
 
 from ci_llm.core.durable import read_json
-from ci_llm.core.evaluation import Evaluation, Figure
-from ci_llm.core.metrics_file import Record
-from ci_llm.core.run_folder import SEGMENTS, SWEEP, parsed
-from ci_llm.core.scores import (
+from ci_llm.core.evaluation_file import Evaluation, Figure
+from ci_llm.core.measures import (
     LEAST_ROWS,
     METRICS,
     hybrid_interval,
@@ -23,6 +21,8 @@ from ci_llm.core.scores import (
     share_interval,
     unpaired_interval,
 )
+from ci_llm.core.metrics_file import Record
+from ci_llm.core.run_folder import SEGMENTS, SWEEP, parsed
 
 Row = Mapping[str, Any]
 R = TypeVar("R", bound=Row)
@@ -75,7 +75,7 @@ class Gain:
         measure: one of `METRICS`.
         interval95: the half-width of its 95 % interval, or the longer side of one that is not symmetric; None for too
             few rows, or if all rows differ by the same.
-        paired: whether both answered the same rows, which are compared row by row.
+        paired: both answered the same rows, which are compared row by row.
         rows: the number of rows.
     """
 

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ci_llm.core.evaluation import read_evaluation
+from ci_llm.core.evaluation_file import read_evaluation
+from ci_llm.core.measures import measures_of
 from ci_llm.core.metrics_file import Record, last_records, number
 from ci_llm.core.quantities import count, countdown, describe_losses, duration, short
 from ci_llm.core.run_folder import PushRecord, last_push, read_began
 from ci_llm.core.run_status import Status, read_status
-from ci_llm.core.scores import measures_of
 from ci_llm.errors import BadInput
 from ci_llm.report.scores import as_line
 
@@ -36,7 +36,7 @@ class Evaluated:
         measure: the name of the measure that judges the objective: nll, exact_match, ...
         crowd, agents: its values.
         crowd_nll, agents_nll: nats per target token; for heads the loss of a row.
-        is_final: whether it is the result of the run.
+        is_final: True for the result of the run.
     """
 
     step: int
@@ -70,7 +70,7 @@ class Reading:
         left_s: seconds until the last step, at the present speed with evaluations and saves. None after that step.
         scores: the last evaluation.
         slurm_job: the id of the SLURM job in which the present attempt runs.
-        is_supervised: whether a supervisor has started the run, and may start it again.
+        is_supervised: True if a supervisor has started the run, and may start it again.
     """
 
     folder: Path
@@ -103,7 +103,7 @@ class Reading:
         """Seconds since the last heartbeat; clocks of two machines may disagree by more than that."""
         return max(0.0, self.now - self.status.heartbeat)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """Plain values for `--json`; an unknown value is null."""
         return asdict(self.status) | {
             "folder": str(self.folder),

@@ -10,7 +10,7 @@ from pathlib import Path
 from ci_llm.checkpoints.layout import FINAL
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
-from ci_llm.core.evaluation import Ending, Evaluation, read_evaluation, write_evaluation
+from ci_llm.core.evaluation_file import Ending, Evaluation, read_evaluation, write_evaluation
 from ci_llm.core.run_folder import EVALUATION
 from ci_llm.core.run_status import readable_status
 from ci_llm.crowd.scoring import AnswerScores, Scores, best_agent, fields_of, parts_of_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,8 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import find_deadline, watch_walltime
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
-from ci_llm.core.evaluation import Evaluation
+from ci_llm.core.evaluation_file import Evaluation
+from ci_llm.core.metrics_file import metrics_of
 from ci_llm.core.run_status import readable_status
 from ci_llm.distributed.processes import Patience, Processes, ends_if_stopped
 from ci_llm.errors import ProgressLost, StoppedBeforeMeeting
@@ -288,7 +289,7 @@ def _recover_evaluation(trainer: Trainer, attempt: RunAttempt, *, from_log: bool
         logger.info(f"          best so far was by {before}: from here on by {metric} alone")
         trainer.state = trainer.state.judged_by(metric)
     if from_log and trainer.evaluation_missed:
-        known = trainer.processes.broadcast_object(attempt.log.read_metrics(trainer.state.step))
+        known = trainer.processes.broadcast_object(metrics_of(trainer.config.run_folder, trainer.state.step))
         if f"eval/crowd/{metric}" in known:
             note_evaluation(trainer, attempt, known)
 
@@ -339,8 +340,8 @@ def _open(trainer: Trainer, attempt: RunAttempt) -> None:
     if (at_most := trainer.evaluator.at_most) is not None:
         _log_lines([f"recovery: at most {at_most} row(s) are evaluated at a time, as memory was short"])
     attempt.mirror.on_change = lambda state: attempt.status.update(mirror=state)
-    staging = attempt.manager.store.staging if processes.is_main_process else None
-    attempt.log.truncate_metrics(step if step else -1, staging)
+    if processes.is_main_process:
+        attempt.log.metrics_file.truncate(step or -1, attempt.manager.store.staging)
     attempt.status.start(step)
     for line in outlook(trainer):
         logger.info(line)
@@ -365,7 +366,7 @@ def _watched(trainer: Trainer, attempt: RunAttempt, stacks: Stacks) -> Iterator[
     send = attempt.mirror.flush_before_kill
     monitors, optimizer = config.monitor_gpu and processes.is_main_process, trainer.checkpoint.optimizer
     with (
-        monitored(config.run_folder, attempt.manager.store.holds_lease, wanted=monitors),
+        monitored(config.run_folder, attempt.manager.store.holds_lease) if monitors else nullcontext(),
         watch_walltime(config.max_runtime, processes.launch, pace, interrupts) as walltime,
         EmergencySave(attempt, interrupts, pace, optimizer, walltime, step=step, save=save_last, send=send),
         Watchdog(attempt, trainer.heartbeat, pace, step, stacks),

@@ -117,7 +117,7 @@ _SHORT_FOR_S: Final = 30.0  # how long that, or a kill by the kernel, explains t
 
 
 class StopOrder(NamedTuple):
-    """How to end an attempt, and why: ("SIGTERM", "nonfinite"). SIGKILL means at once, without a grace."""
+    """An order to end an attempt, with its reason: ("SIGTERM", "nonfinite"). SIGKILL means at once, without a grace."""
 
     signal_name: str
     reason: str
@@ -125,7 +125,7 @@ class StopOrder(NamedTuple):
 
 @dataclass
 class AttemptResult:
-    """How an attempt ended, as seen from outside.
+    """The end of an attempt, as seen from outside.
 
     Attributes:
         returncode: the command's exit code, or minus the number of the signal that killed it; None if its shim died.
@@ -292,7 +292,7 @@ def _environment(given: Mapping[str, str], *, unbuffered: bool) -> dict[str, str
 
 
 class _MemoryWatch:
-    """Whether memory ran short a moment ago. A process that the kernel kills for it cannot report that.
+    """Watches whether memory runs short: a process that the kernel kills for it cannot report that.
 
     The kernel counts its kills for the whole machine, since it booted. Only a kill of the last moments says something
     about the attempt: an earlier one may belong to another job.
@@ -318,7 +318,7 @@ class _MemoryWatch:
 
 
 def _out_of_memory_kills() -> int:
-    """How often this kernel has killed for memory since it booted, control groups included; 0 if it does not say."""
+    """The number of this kernel's kills for memory since it booted, control groups included; 0 if it does not say."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

@@ -84,7 +84,7 @@ def classify_by_status(
 
 
 def _before_it_began(result: AttemptResult, has_begun: bool) -> tuple[Kind, str]:
-    """How an attempt ended that wrote no status. A refusal after a good beginning is a crash and not a wrong call."""
+    """The end of an attempt that wrote no status. A refusal after a good beginning is a crash and not a wrong call."""
     if result.returncode == 0:
         return "completed", "nothing was left to do"
     if result.returncode == BAD_CALL and not has_begun:

@@ -69,7 +69,7 @@ class Resumption:
 
     @property
     def rerun_effect(self) -> str:
-        """What the same call does after an interruption; the end of a sentence."""
+        """The effect of the same call after an interruption; the end of a sentence."""
         if words := self.words():
             return f"the same command resumes, with {shown(words)}"
         if not self._words:
@@ -183,7 +183,7 @@ class ExternalScript:
 
     @property
     def rerun_effect(self) -> str:
-        """Whether the script resumes or starts again, as `Resumption` knows it."""
+        """See `Resumption.rerun_effect`."""
         return self._resumption.rerun_effect
 
     def requeue(self, stop_reason: str | None) -> str | None:

@@ -41,7 +41,7 @@ class Target(Protocol):
 
     @property
     def rerun_effect(self) -> str:
-        """What the same call does after an interruption; the end of a sentence."""
+        """The effect of the same call after an interruption; the end of a sentence."""
 
     def prepare(self) -> list[str]:
         """Clear away what a killed supervisor left; return what is supervised, in lines."""
@@ -250,7 +250,7 @@ class Supervisor:
         return result
 
     def _describe_stop(self) -> str:
-        """What a request to stop leads to now, for the line that announces it."""
+        """The effect of a request to stop at this moment, for the line that announces it."""
         return f"ending attempt {len(self._records) + 1}" if self._attempt_runs else "launching nothing more"
 
     def _stop_order(self, evidence: Evidence) -> StopOrder | None:

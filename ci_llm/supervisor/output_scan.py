@@ -42,28 +42,28 @@ def plain(line: str) -> str:
 
 
 def may_match(line: str) -> bool:
-    """Whether any pattern of this file could match the line."""
+    """True if a pattern of this file could match the line."""
     return _grammar("may_match").search(line) is not None and not _grammar("source").match(line)
 
 
 def says_nonfinite(line: str) -> bool:
-    """Whether the line reports a loss that is NaN or infinite, or an end of the training because of one."""
+    """True if the line reports a loss that is NaN or infinite, or an end of the training because of one."""
     values = islice(_grammar("value").finditer(line), _MAX_VALUES)
     return any(_is_present_loss(line, value) for value in values) or _any("nonfinite", line)
 
 
 def says_out_of_memory(line: str) -> bool:
-    """Whether the line reports that memory, of a device or of the host, ran out."""
+    """True if the line reports that memory, of a device or of the host, ran out."""
     return _any("out_of_memory", line)
 
 
 def says_killed(line: str) -> bool:
-    """Whether the line reports that a process of the script died of SIGKILL."""
+    """True if the line reports that a process of the script died of SIGKILL."""
     return _any("killed", line)
 
 
 def says_resumed(line: str) -> bool:
-    """Whether the line reports that W&B resumes a run that existed before."""
+    """True if the line reports that W&B resumes a run that existed before."""
     return _grammar("wandb_resumed").search(line) is not None
 
 
@@ -77,7 +77,7 @@ def wandb_run(line: str) -> WandbRun | None:
 
 
 def _is_present_loss(line: str, value: re.Match[str]) -> bool:
-    """Whether a non-finite value belongs to a loss, and to the present one: the text before it is the name of one.
+    """True if a non-finite value is that of the present loss: the text before it is the name of a loss.
 
     The value is found first, because it is rare; the text to its left then says what it belongs to.
     """
@@ -104,7 +104,7 @@ def _is_present_loss(line: str, value: re.Match[str]) -> bool:
 
 
 def _ends_column(line: str, value: re.Match[str], before: str, gap: str) -> bool:
-    """Whether "loss nan", which any sentence may hold, is a column of a log and not a row that pandas has printed."""
+    """True if "loss nan" is a column of a log, and neither part of a sentence nor a row that pandas has printed."""
     if (
         value[0] == "NaN"
         and (len(before.split()) < 2 or len(gap) > 1)
@@ -121,7 +121,7 @@ def _any(kind: str, line: str) -> bool:
 
 @cache
 def _texts() -> dict[str, Any]:
-    """What stands in output_scan.yaml, with the parts in place of their names."""
+    """The content of output_scan.yaml, with the parts in place of their names."""
     from ci_llm.config.yaml_file import read_texts  # here, because the help of safe_train.py does without
 
     known, parts = read_texts(Path(__file__).with_suffix(".yaml")), dict[str, str]()
@@ -149,7 +149,7 @@ def _grammar(name: str) -> re.Pattern[str]:
 
 
 def _is_supposed(before: str) -> bool:
-    """Whether a clause that begins like this speaks of what would happen, and not of what has happened."""
+    """True if a clause that begins like this speaks of what would happen, and not of what has happened."""
     return bool(
         _grammar("hypothetical").search(before)
         or (_grammar("condition").search(before) and not _grammar("event").search(before))
@@ -157,7 +157,7 @@ def _is_supposed(before: str) -> bool:
 
 
 def _happened(line: str, match: re.Match[str]) -> bool:
-    """Whether the line around a match neither denies it, nor makes it a condition, nor says that it was handled."""
+    """False if the line around a match denies it, makes it a condition, or says that it was handled."""
     before = line[max(0, match.start() - _CONTEXT) : match.start()]
     if _is_supposed(before) or _grammar("denied").search(before) or _grammar("handled").search(before):
         return False
@@ -200,7 +200,7 @@ class LineSplitter:
 
 
 class Evidence:
-    """What the output of one attempt said.
+    """The facts that the output of one attempt has told.
 
     Attributes:
         nonfinite, killed: the first line that reported it; None if no line did.
@@ -227,7 +227,7 @@ class Evidence:
         self._lines_since_exception = self._lines_since_memory = 0
 
     def ended_out_of_memory(self, *, failed: bool) -> bool:
-        """Whether the lack of memory ended the script: it told little after that.
+        """True if the lack of memory ended the script, which then printed little more.
 
         Args:
             failed: its exit code was not 0. Then it may have tidied up for long, unless another exception ended it.
@@ -269,7 +269,7 @@ class Evidence:
         self._note_wandb(line)
 
     def _note_exception(self, line: str) -> None:
-        """Of an exception only the last line has no indentation, and no line of another process between tells one."""
+        """Take note of an exception by its last line, the only one without indentation."""
         self._lines_since_exception += 1
         if line[:1].isspace():
             return

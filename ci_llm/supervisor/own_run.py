@@ -184,7 +184,7 @@ class OwnRun:
         return [f"{newest} in {self._folder}", UNCHANGED]
 
     def _has_good_step(self, good_step: int) -> bool:
-        """Whether an attempt that ended in non-finite values came further than all before it.
+        """True if an attempt that ended in non-finite values came further than all before it.
 
         Its checkpoints do not tell: after a rollback, every attempt writes those before the same NaN again.
         """
@@ -220,7 +220,7 @@ class OwnRun:
             return None
 
     def _damage_of_status(self) -> str | None:
-        """What is wrong with status.json; None if it can be read or does not exist."""
+        """The damage of status.json; None if it can be read or does not exist."""
         try:
             last_status(self._folder)
         except BadInput as error:

@@ -55,7 +55,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended.
+    """The end of an attempt.
 
     Attributes:
         detail: the evidence, for people: a line of the output, or the reason in status.json.
@@ -78,7 +78,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the supervisor does next.
+    """The next action of the supervisor.
 
     Attributes:
         learning_rate, batch_size: the new value; None where it stays.

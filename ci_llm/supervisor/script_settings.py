@@ -259,7 +259,7 @@ def shown(words: Sequence[str]) -> str:
 
 
 def same_key(one: str, other: str) -> bool:
-    """Whether two keys mean the same: argparse makes `batch_size` of `--batch-size`."""
+    """True if two keys mean the same: argparse makes `batch_size` of `--batch-size`."""
     return one.lstrip("-").replace("-", "_") == other.lstrip("-").replace("-", "_")
 
 
@@ -404,7 +404,7 @@ class ScriptCommand:
         ]
 
     def _is_read_from_copy(self, key: str) -> bool:
-        """Whether the script reads the key from the file that it is given, and no sweep overrules the file."""
+        """True if the script reads the key from the file that it is given, and no sweep overrules the file."""
         if self.config is None or key not in self.config.values or self._swept(key) is not None:
             return False
         elsewhere = self.config.path.with_name(f"other_{self.config.path.name}")

@@ -60,7 +60,7 @@ def run_task(module: str, arguments: Sequence[str], *, timeout_s: float) -> tupl
     Only while no attempt runs: its processes would be ended too.
 
     Returns:
-        whether it ended in time with exit code 0, and its output.
+        (True if it ended in time with exit code 0, its output).
     """
     try:
         done = subprocess.run(
@@ -111,7 +111,7 @@ class _ControlPipe:
         return order[0] if order else _TERM
 
     def kill_ordered(self) -> bool:
-        """Whether what is left is to be killed now. The end of the pipe is not such an order: the grace still holds."""
+        """True if the supervisor has ordered a kill. The end of the pipe is no such order: the grace still holds."""
         if not self._kill_ordered and select.select([self.fd], [], [], 0)[0]:
             self._kill_ordered = _KILL in os.read(self.fd, 16)
         return self._kill_ordered

@@ -22,7 +22,7 @@ from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
 from ci_llm.config.sweep import Choices, Range, Space, SweepReading
 from ci_llm.core.durable import new_folder, remove_tree, write_new
-from ci_llm.core.evaluation import read_evaluation
+from ci_llm.core.evaluation_file import read_evaluation
 from ci_llm.core.quantities import count, duration, size
 from ci_llm.core.run_folder import BEST
 from ci_llm.core.run_status import RunStatus

@@ -22,8 +22,8 @@ from typing import Any, Final, Literal
 
 from ci_llm.config import arguments_without, as_typed
 from ci_llm.config.sweep import Choices, Range, Space, SweepKeys
+from ci_llm.core.measures import LEAST_ROWS, METRICS, paired_interval, place_of_trial
 from ci_llm.core.run_folder import BEST
-from ci_llm.core.scores import LEAST_ROWS, METRICS, paired_interval, place_of_trial
 
 Status = Literal["running", "pruned", "failed", "completed"]
 

@@ -19,7 +19,7 @@ from tests.support import campaign
 
 pytestmark = pytest.mark.slow
 
-SWEEP = Path(__file__).parents[2] / "benchmarks" / "crash_sweep.py"
+ROOT = Path(__file__).parents[2]
 POINTS = 200  # of 7,000
 
 
@@ -35,9 +35,12 @@ def why_not() -> str | None:
 def test_a_crash_at_a_sampled_system_call_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)
-    command = [sys.executable, str(SWEEP), "--json"] + ([] if campaign.in_full else ["--sample", str(POINTS)])
+    how_many = [] if campaign.in_full else ["--sample", str(POINTS)]
+    command = [sys.executable, "-m", "benchmarks.crash_sweep", "--json", *how_many]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    sweep = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    sweep = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         told, _ = sweep.communicate()  # each of its victims has a deadline
     finally:

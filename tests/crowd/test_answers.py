@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from ci_llm.core.evaluation import Difference
+from ci_llm.core.evaluation_file import Difference
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.metrics import AnswerStyle, final_answer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ci_llm.core.evaluation import Difference
+from ci_llm.core.evaluation_file import Difference
 from ci_llm.crowd.judging import Classes, Numbers, Ranking, calibration_error, macro_f1
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ci_llm.core.evaluation import Abstention
+from ci_llm.core.evaluation_file import Abstention
 from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.answers import Calibration, Logistic
 from ci_llm.crowd.judging import auroc, calibration_error
-from ci_llm.evaluation.evaluate import failed_rows
 from ci_llm.evaluation.predictions import at_coverage, honest_error, sureness_lines, sureness_of_answers
+from ci_llm.evaluation.saved_crowd import failed_rows
 
 #: Right with the probability that the first signal is.
 IDENTITY = Logistic((0.0, 0.0, 0.0, 0.0, 0.0), 0.0)

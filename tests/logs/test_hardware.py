@@ -12,13 +12,8 @@ import pynvml
 import pytest
 
 from ci_llm.logs import hardware
-from ci_llm.logs.hardware import FILE_NAME, Gpus, HardwareMonitor
+from ci_llm.logs.hardware import FILE_NAME
 from tools.testbed.events import DEADLINE_S
-
-
-def read(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
-    return content
 
 
 @pytest.fixture
@@ -38,13 +33,12 @@ def written(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
 
 
 def monitored(folder: Path, written: threading.Semaphore) -> dict[str, Any]:
-    """The file of a monitor that was stopped after three samples."""
-    monitor = HardwareMonitor(folder, interval_s=0.001)
-    monitor.start()
-    for _ in range(3):
-        assert written.acquire(timeout=DEADLINE_S)
-    monitor.stop()
-    return read(folder)
+    """The content of the file after three samples."""
+    with hardware.monitored(folder, lambda: True, interval_s=0.001):
+        for _ in range(3):
+            assert written.acquire(timeout=DEADLINE_S)
+    content: dict[str, Any] = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+    return content
 
 
 def test_samples_host_until_stopped(tmp_path: Path, written: threading.Semaphore) -> None:
@@ -60,25 +54,24 @@ def test_samples_host_until_stopped(tmp_path: Path, written: threading.Semaphore
 
 
 def test_a_folder_of_another_attempt_is_left_alone(tmp_path: Path) -> None:
-    monitor = HardwareMonitor(tmp_path, interval_s=3600, still_held=lambda: False)
-    monitor.start()
-    monitor.stop()
+    with hardware.monitored(tmp_path, lambda: False, interval_s=3600):
+        pass
     assert not (tmp_path / FILE_NAME).exists()
 
 
 def test_a_disk_that_refuses_is_reported_once(
     tmp_path: Path, written: threading.Semaphore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monitor = HardwareMonitor(tmp_path / "missing", interval_s=0.001)
-    monitor.start()
-    for _ in range(3):
-        assert written.acquire(timeout=DEADLINE_S)
-    monitor.stop()
+    with hardware.monitored(tmp_path / "missing", lambda: True, interval_s=0.001):
+        for _ in range(3):
+            assert written.acquire(timeout=DEADLINE_S)
     assert len(caplog.messages) == 1
     assert FILE_NAME in caplog.messages[0]
 
 
-def test_a_lost_gpu_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_gpu_does_not_hide_the_others(
+    tmp_path: Path, written: threading.Semaphore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lost_or_not(index: int) -> object:
         if index == 0:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
@@ -93,10 +86,8 @@ def test_a_lost_gpu_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lost_or_not)
     for name in ("MemoryInfo", "UtilizationRates", "Temperature", "Name", "PowerUsage"):
         monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", refuse)
-    gpus = Gpus()
-    assert [reading["index"] for reading in gpus.read()] == [1]
-    gpus.close()
-    assert gpus.read() == []
+    sample = monitored(tmp_path, written)["samples"][0]
+    assert [reading["index"] for reading in sample["gpus"]] == [1]
 
 
 def test_the_file_has_the_values_of_the_driver_and_their_peaks(

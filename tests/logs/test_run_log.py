@@ -174,7 +174,7 @@ def test_other_processes_are_silent(
     assert (caplog.messages, *capfd.readouterr()) == ([], "", "")
     log.metrics(1, {"loss": 1.0})
     log.progress(Position(1, 2, [1.0]))
-    log.truncate_metrics(0)
+    log.metrics_file.truncate(0)
     log.start_trackers(None, ("tensorboard",))
     assert log.tracker_state() == {}
     log.close()
@@ -189,12 +189,12 @@ def test_an_attempt_that_lost_its_folder_writes_nothing(tmp_path: Path, screen: 
     logger.info("hello")
     logger.warning("hello")
     log.metrics(1, {"loss": 1.0})
-    log.truncate_metrics(0)
+    log.metrics_file.truncate(0)
     assert lines(tmp_path) == [{"step": 5}]
     assert not (tmp_path / LOG_NAME).exists()
     log.open(1)
     with pytest.raises(FileNotFoundError):  # taken over between the question and the write
-        log.truncate_metrics(0, tmp_path / "renamed away")
+        log.metrics_file.truncate(0, tmp_path / "renamed away")
     assert lines(tmp_path) == [{"step": 5}]
 
 
@@ -222,7 +222,7 @@ def test_a_full_disk_is_reported_once_and_lines_stay_whole(
     text = (tmp_path / METRICS_NAME).read_text(encoding="utf-8").splitlines()
     assert len(text) == 3
     assert json.loads(text[-1])["step"] == 4
-    log.truncate_metrics(4)
+    log.metrics_file.truncate(4)
     assert [line["step"] for line in lines(tmp_path)] == [1, 4]
 
 
@@ -248,17 +248,17 @@ def test_metrics_are_strict_json(tmp_path: Path, screen: io.StringIO) -> None:
 
 def test_truncation_keeps_lines_before_the_resumed_step(tmp_path: Path, screen: io.StringIO) -> None:
     log = make_log(tmp_path, screen)
-    log.truncate_metrics(5)
+    log.metrics_file.truncate(5)
     for step in (1, 2, 2, 3, 10):
         log.metrics(step, {"loss": 1.0})
     with (tmp_path / METRICS_NAME).open("a", encoding="utf-8") as file:
         file.write('\n[]\n{"no": 1}\n{"step": "2"}\n{"step": 2, "los')
-    log.truncate_metrics(2)
+    log.metrics_file.truncate(2)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 2]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     log.metrics(3, {})
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 2, 3]
-    log.truncate_metrics(-1)
+    log.metrics_file.truncate(-1)
     assert lines(tmp_path) == []
 
 
@@ -269,7 +269,7 @@ def test_a_line_torn_by_a_kill_does_not_swallow_the_next(tmp_path: Path, screen:
     log.metrics(2, {})
     assert (tmp_path / METRICS_NAME).read_text(encoding="utf-8").splitlines()[1] == '{"st'
     assert log_text(tmp_path).splitlines()[0] == "half a li"
-    log.truncate_metrics(2)
+    log.metrics_file.truncate(2)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ci_llm.cli.main import main
-from ci_llm.core.evaluation import Evaluation
-from ci_llm.core.scores import share_interval, unpaired_interval
+from ci_llm.core.evaluation_file import Evaluation
+from ci_llm.core.measures import share_interval, unpaired_interval
 from ci_llm.report.scores import comparable, differences
 from tests.report.folders import ASKED, evaluation, leave_run, prediction
 from tests.support.children import ROOT

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ci_llm.cli.main import main
-from ci_llm.core.evaluation import Evaluation
+from ci_llm.core.evaluation_file import Evaluation
 from ci_llm.report.page import write_report
 from ci_llm.report.scores import notes, table
 from ci_llm.run.step.evaluator import result_metrics

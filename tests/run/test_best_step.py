@@ -15,7 +15,7 @@ import pytest
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.manifest import FileImage
 from ci_llm.checkpoints.store import CheckpointStore
-from ci_llm.core.evaluation import Best
+from ci_llm.core.evaluation_file import Best
 from ci_llm.core.run_status import read_status
 from ci_llm.errors import CheckpointError
 from ci_llm.run.step.evaluator import result_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ci_llm.config import Config
-from ci_llm.core.evaluation import Best
+from ci_llm.core.evaluation_file import Best
 from ci_llm.core.run_folder import CROWD_CHANGES
 from ci_llm.core.typed_json import dump_json, load_json
 from ci_llm.run.start.agent_settings import crowd_settings

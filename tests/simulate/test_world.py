@@ -37,7 +37,7 @@ def test_goodput_is_that_of_dalys_model() -> None:
 
 @pytest.mark.slow
 def test_every_second_is_put_down_once_and_the_seed_decides() -> None:
-    cluster = Cluster(job_mtbf=2000.0, preemption=5000.0, walltime=9000.0, work=50_000.0, failures="correlated")
+    cluster = Cluster(job_mtbf=2000.0, preemption=5000.0, walltime=9000.0, work=50_000.0)
     one, again, other = simulate(cluster), simulate(cluster), simulate(cluster, 1)
     assert one == again
     assert one.elapsed_s != other.elapsed_s

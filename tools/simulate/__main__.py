@@ -12,7 +12,6 @@ from ci_llm.errors import BadInput
 
 _EXAMPLE = """example: python -m tools.simulate nodes=1000 node_mtbf=300d restart=90
          python -m tools.simulate --config cluster.yaml
-         python -m tools.simulate --run ci_llm_output save_interval=300
 
 exit codes: 0 done; 2 bad call
 
@@ -39,11 +38,9 @@ def simulate(words: Sequence[str]) -> int:
     parser = Parser("python -m tools.simulate", description=does, epilog=_EXAMPLE + describe_keys())
     parser.add_argument("keys", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--config", type=Path, metavar="FILE", help="keys of the cluster, in YAML")
-    parser.add_argument("--run", metavar="RUN", help="take what this run has measured; keys overrule it")
     parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
     call, others = parser.parse_known_args(words)
-    known = _observed(call.run) if call.run else {}
-    cluster = read_cluster(call.config, [*call.keys, *others], known)
+    cluster = read_cluster(call.config, [*call.keys, *others])
     _require_simpy()
     from rich.console import Console
 
@@ -53,16 +50,8 @@ def simulate(words: Sequence[str]) -> int:
     if call.json:
         print(json.dumps(told.as_json(), indent=2, allow_nan=False))
         return 0
-    for key, value in known.items():
-        print(f"measured in {call.run}: {key} {value:.4g}")
     show(told, Console(soft_wrap=True, width=None if sys.stdout.isatty() else 120))
     return 0
-
-
-def _observed(run: str) -> dict[str, float]:
-    from tools.simulate.model import observe
-
-    return observe(run)
 
 
 def _require_simpy() -> None:

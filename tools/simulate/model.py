@@ -1,19 +1,16 @@
-"""The cluster and the job of a simulation: their keys and failures, and what theory or a run says of them.
+"""The cluster and the job of a simulation: their keys and failures, and what theory says of them.
 
-The keys are read from YAML, from a command line, and from the folder of a run, which tells how often it failed, how
-long it took to start, and what a save cost. Failures of the nodes are a stream of moments: exponential, Weibull, or in
-bursts; drawn by a seed. Theory says what saving and failing cost (Daly), and gives the bound that no policy can pass.
+The keys are read from YAML and from a command line. Failures of the nodes are a stream of moments with exponential
+distances, drawn by a seed. Theory says what saving and failing cost (Daly), and gives the bound that no policy can
+pass.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -21,7 +18,6 @@ from annotated_types import Ge, Le
 from numpy.random import Generator
 from pydantic import Field, ValidationError
 
-from ci_llm.checkpoints.layout import committed
 from ci_llm.checkpoints.policy import best_interval_s
 from ci_llm.config.key import Amount, Count, DurationMark, Keys, Positive, Seconds, Share, Size
 from ci_llm.config.parsing import (
@@ -35,8 +31,7 @@ from ci_llm.config.parsing import (
     read_value,
 )
 from ci_llm.config.yaml_file import dump_value, read_yaml
-from ci_llm.errors import BadInput, ConfigError
-from ci_llm.report.facts import Attempt, RunFacts
+from ci_llm.errors import ConfigError
 
 
 def daly_goodput(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -> float:
@@ -99,7 +94,7 @@ def _key(default: Any, doc: str) -> Any:
 
 
 class Cluster(Keys):
-    """What is simulated. Times are in seconds, or written as 90, 1h30m, 300d or HH:MM:SS."""
+    """The situation that is simulated. Times are in seconds, or written as 90, 1h30m, 300d or HH:MM:SS."""
 
     nodes: Count = _key(1, "nodes of the job; if one is lost, the job stands still")
     work: Seconds = _key(2 * 24 * HOUR, "training time that the job needs without any trouble")
@@ -109,10 +104,6 @@ class Cluster(Keys):
     job_mtbf: Seconds | None = _key(
         None, "mean time between the failures of the whole job, instead of node_mtbf / nodes"
     )
-    failures: Literal["exponential", "weibull", "correlated"] = _key("exponential", "how failures come")
-    weibull_shape: Positive = _key(0.7, "of weibull: below 1 what was repaired lately fails sooner")
-    burst: float = Field(3.0, ge=1, description="of correlated: mean number of failures that come together")
-    burst_within: Seconds = _key(600.0, "of correlated: time over which those are spread")
     process_share: Share = _key(0.3, "share of failures that end the processes only; the supervisor relaunches")
     silent_share: Share = _key(0.1, "share of failures that nobody is told of; the watchdog ends the job")
     disk_lost_share: Share = _key(0.0, "share of failures that take the checkpoints on disk with them")
@@ -152,20 +143,19 @@ class Cluster(Keys):
 
     @property
     def durable_s(self) -> float:
-        """How long a save takes until it is on the disk."""
+        """Seconds of a save until it is on the disk."""
         return max(self.state_mb / self.storage_mb_per_s, self.stall)
 
     def but(self, **values: object) -> Cluster:
-        """The same with other values."""
+        """This model with other values."""
         return Cluster.model_validate({**self.model_dump(), **values})
 
 
-def read_cluster(path: Path | None, words: Sequence[str], known: Mapping[str, float] | None = None) -> Cluster:
-    """The cluster that a file and a command line describe; the command line over the file over `known`.
+def read_cluster(path: Path | None, words: Sequence[str]) -> Cluster:
+    """The cluster that a file and a command line describe; the command line wins.
 
     Args:
         words: `key=value`, `--key value`.
-        known: what was measured in a run.
 
     Raises:
         ConfigError: everything that is wrong, at once.
@@ -174,7 +164,7 @@ def read_cluster(path: Path | None, words: Sequence[str], known: Mapping[str, fl
     typed, strays = read_arguments(words, lambda _: "with a value")
     problems = [f"{COMMAND_LINE}: {word!r} is neither a key nor a value" for word in strays]
     given = {entry.name.replace("-", "_"): entry for entry in (*entries, *typed)}
-    values: dict[str, Any] = dict(known or {})
+    values: dict[str, Any] = {}
     for name, entry in given.items():
         try:
             values[name] = read_value(Cluster.model_fields[name], entry.raw)
@@ -247,19 +237,16 @@ class Planned:
     kind: Kind
 
 
-def moments(cluster: Cluster, dice: Generator) -> Iterator[float]:
-    """The seconds at which the job fails, from 0 on, without end."""
-    match cluster.failures:
-        case "exponential":
-            return _exponential(cluster.mtbf_s, dice)
-        case "weibull":
-            return _weibull(cluster, dice)
-        case "correlated":
-            return _bursts(cluster, dice)
+def moments(mean_s: float, dice: Generator) -> Iterator[float]:
+    """Seconds from 0 on, without end, at which something happens that comes every `mean_s` seconds by chance."""
+    at = 0.0
+    while True:
+        at += dice.exponential(mean_s)
+        yield at
 
 
 def strike(cluster: Cluster, dice: Generator) -> Strike:
-    """What the next failure is."""
+    """The next failure."""
     drawn, disk = dice.random(2)
     kind: Kind = "node"
     if drawn < cluster.silent_share:
@@ -269,101 +256,6 @@ def strike(cluster: Cluster, dice: Generator) -> Strike:
     return Strike(kind, kind != "process" and disk < cluster.disk_lost_share)
 
 
-def _exponential(mean_s: float, dice: Generator) -> Iterator[float]:
-    at = 0.0
-    while True:
-        at += dice.exponential(mean_s)
-        yield at
-
-
-def _weibull(cluster: Cluster, dice: Generator) -> Iterator[float]:
-    """Every node is replaced by a new one when it fails; at 0 the nodes have run for a long time already."""
-    shape, nodes = cluster.weibull_shape, cluster.nodes
-    scale = cluster.mtbf_s * nodes / math.gamma(1 + 1 / shape)
-    # In a renewal process that has run for long the present lifetime is drawn in proportion to its length.
-    lives = scale * dice.gamma(1 + 1 / shape, size=nodes) ** (1 / shape)
-    following = list(lives * dice.random(nodes))
-    heapq.heapify(following)
-    while True:
-        at = following[0]
-        heapq.heapreplace(following, at + scale * dice.weibull(shape))
-        yield at
-
-
-def _bursts(cluster: Cluster, dice: Generator) -> Iterator[float]:
-    """A first failure, and others that follow it: a switch, a power supply, a bad batch. The mean rate is the same."""
-    coming: list[float] = []
-    firsts = _exponential(cluster.mtbf_s * cluster.burst, dice)
-    first = next(firsts)
-    while True:
-        while not coming or first <= coming[0]:
-            others = int(dice.geometric(1 / cluster.burst)) - 1
-            for at in (first, *(first + cluster.burst_within * dice.random(others))):
-                heapq.heappush(coming, float(at))
-            first = next(firsts)
-        yield heapq.heappop(coming)
-
-
 def generators(cluster: Cluster, repeat: int) -> Sequence[Generator]:
     """Independent generators of one simulated job: of its failures, of their kinds, of its preemptions."""
     return [np.random.default_rng(seed) for seed in np.random.SeedSequence([cluster.seed, repeat]).spawn(3)]
-
-
-#: What `BestInterval` writes into the log.
-_SAVE: Final = re.compile(r"a save holds the training for ([\d.e+-]+) s and is durable after ([\d.e+-]+) s")
-_FAILED: Final = ("failed", "killed")
-
-
-def observe(path: Path | str) -> dict[str, float]:
-    """Values for the keys of a cluster, as far as a run tells them.
-
-    Args:
-        path: the folder of a run.
-
-    Raises:
-        BadInput: there is no run, or it tells nothing.
-    """
-    facts = RunFacts(path)
-    known = {**_failures(facts), **_times(facts.attempts), **_saves(facts)}
-    steps = [line["step_time_s"] for line in facts.metrics.lines if isinstance(line.get("step_time_s"), int | float)]
-    if steps:
-        known["step"] = median(steps)
-    if not known:
-        raise BadInput("this run tells nothing yet", where=str(path), hint="wait until it has taken some steps")
-    return {key: value for key, value in known.items() if value > 0 or key in ("queue", "process_share")}
-
-
-def _failures(facts: RunFacts) -> dict[str, float]:
-    failed = sum(attempt.outcome in _FAILED for attempt in facts.attempts)
-    silent = sum(attempt.reason == "hang" for attempt in facts.attempts)
-    if not failed:
-        return {}
-    return {
-        "job_mtbf": facts.wall_s / failed,
-        "silent_share": silent / failed,
-        "process_share": 1 - silent / failed,  # a run cannot tell whether the machine had gone as well
-    }
-
-
-def _times(attempts: tuple[Attempt, ...]) -> dict[str, float]:
-    known = {}
-    if starts := [attempt.seconds["start-up"] for attempt in attempts if attempt.seconds["start-up"]]:
-        known["restart"] = median(starts)
-    if pauses := [attempt.seconds["no process"] for attempt in attempts[:-1]]:
-        known["queue"] = median(pauses)
-    return known
-
-
-def _saves(facts: RunFacts) -> dict[str, float]:
-    known = {}
-    size_mb = 0.0
-    for _, folder in committed(facts.folder)[:1]:
-        size_mb = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6
-        known["state_mb"] = size_mb
-    saves = [found for attempt in facts.attempts for line in attempt.log if (found := _SAVE.search(line))]
-    if saves:
-        stall_s, durable_s = map(float, saves[-1].groups())
-        known["stall"] = stall_s
-        if size_mb and durable_s:
-            known["storage_mb_per_s"] = size_mb / durable_s
-    return known

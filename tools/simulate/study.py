@@ -39,7 +39,7 @@ class Line:
         shares: what the rest of the time went into, as shares of it.
         lost_s, elapsed_s: mean seconds of a job.
         cost: mean of a job, in the unit of `price`.
-        completed: whether all jobs came to their end in a sensible time.
+        completed: all jobs came to their end in a sensible time.
         endings: calls for a person, per job.
     """
 
@@ -58,7 +58,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Study:
-    """What `python -m tools.simulate` tells.
+    """The result of `python -m tools.simulate`.
 
     Attributes:
         lines: the ways to save; the cluster's own first.
@@ -182,13 +182,13 @@ def head(cluster: Cluster) -> str:
     """One line about the cluster."""
     nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
     return (
-        f"{nodes}, a failure every {duration(cluster.mtbf_s)} ({cluster.failures}),"
+        f"{nodes}, a failure every {duration(cluster.mtbf_s)},"
         f" {duration(cluster.work)} of work, {cluster.repeats} jobs each"
     )
 
 
 def conclusions(study: Study) -> Iterator[str]:
-    """What the tables say, in sentences."""
+    """The content of the tables in sentences."""
     cluster, own, best = study.cluster, study.lines[0], study.best
     yield f"best: {best.name}, goodput {percent(best.goodput)}; Daly's formula predicts {percent(study.predicted)}"
     recovery_s = model.recovery_s(cluster)

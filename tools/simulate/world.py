@@ -7,7 +7,7 @@ supervisor), `reason_not_to_requeue` (the queue). What is simulated: steps, save
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
@@ -35,7 +35,7 @@ Events: TypeAlias = "Generator[simpy.Event, Any, Any]"
 
 @dataclass
 class Story:
-    """What became of a job.
+    """The fate of a job.
 
     Attributes:
         steps: that the job needs, or that it came to.
@@ -127,9 +127,10 @@ class _Job:
     def run(self) -> Story:
         cluster, env = self.cluster, self.env
         if not self.plan:
-            env.process(self._strikes(moments(cluster, self.dice[0])))
+            env.process(self._strikes(moments(cluster.mtbf_s, self.dice[0]), lambda: strike(cluster, self.dice[1])))
             if cluster.preemption is not None:
-                env.process(self._preemptions(cluster.preemption))
+                at = moments(cluster.preemption, self.dice[2])
+                env.process(self._strikes(at, lambda: Strike("preempted")))
         job = env.process(self._live())
         env.run(until=simpy.AnyOf(env, [job, env.timeout(PATIENCE * cluster.work)]))
         self.story.completed = self.step >= self.story.steps
@@ -138,20 +139,12 @@ class _Job:
 
     # What strikes it
 
-    def _strikes(self, at: Iterator[float]) -> Events:
+    def _strikes(self, at: Iterator[float], drawn: Callable[[], Strike]) -> Events:
         for moment in at:
             yield self.env.timeout(moment - self.env.now)
-            fault = strike(self.cluster, self.dice[1])
-            self._interrupt(fault)
-
-    def _preemptions(self, mean_s: float) -> Events:
-        while True:
-            yield self.env.timeout(self.dice[2].exponential(mean_s))
-            self._interrupt(Strike("preempted"))
-
-    def _interrupt(self, fault: Strike) -> None:
-        if self.running is not None and self.running.is_alive:
-            self.running.interrupt(fault)
+            fault = drawn()
+            if self.running is not None and self.running.is_alive:
+                self.running.interrupt(fault)
 
     # Its life
 
@@ -165,7 +158,7 @@ class _Job:
                 yield from self._recover(attempt, fault)
 
     def _recover(self, attempt: _Attempt, fault: Strike) -> Events:
-        """What follows the end of an attempt, by the policies."""
+        """Do what follows the end of an attempt by the policies."""
         if fault.kind == "silent":
             yield from self.spend("unnoticed", self.cluster.watchdog)
         done = self.step
@@ -248,7 +241,7 @@ class _Attempt:
             return (yield from self._end(fault))
 
     def _end(self, fault: Strike) -> Any:
-        """What is still done after a fault; returns the fault that ended the attempt."""
+        """Do what is still done after a fault; returns the fault that ended the attempt."""
         if fault.kind == "preempted":
             try:
                 yield from self._leave(self._cluster.notice)
@@ -307,7 +300,7 @@ class _Attempt:
             raise
 
     def _strike_by_plan(self) -> Strike | None:
-        """What the plan has for this step; None if the attempt continues after it."""
+        """The fault that the plan has for this step; None if the attempt continues after it."""
         fault = self._job.plan.pop(0)
         if fault.kind == "disk_full":
             self._job.disk_is_full = True

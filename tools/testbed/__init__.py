@@ -1,1 +1,1 @@
-"""What tests and benchmarks share: runs in forked processes, faults at named moments, toy bases, disks that fail."""
+"""The testbed of tests and benchmarks: forked runs, faults at named moments, toy bases, disks that fail."""

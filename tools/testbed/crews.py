@@ -165,7 +165,7 @@ def not_one_state(directory: str) -> int:
 
 
 def hopeless(directory: str) -> int:
-    """What one process cannot hand off is an error of all, before anything is begun."""
+    """A state that one process cannot hand off is an error of all, before anything is begun."""
     rank = enter()
     manager = CheckpointManager(directory, async_save=False, checkpoint_backend="distributed")
     error = whatever_goes_wrong(lambda: manager.save(1, {"value": {1, 2} if rank == 1 else 1}))

@@ -104,7 +104,7 @@ class File:
     safe: bytes = b""
 
     def after_crash(self, draw: random.Random) -> bytes:
-        """What is safe, everything, a torn part, or the full length with nothing in it."""
+        """The bytes after a crash: what is safe, everything, a torn part, or the full length with nothing in it."""
         now = bytes(self.now)
         torn = now[: draw.randint(0, len(now))]
         return draw.choice([self.safe, now, torn, bytes(len(now))]) if now != self.safe else now

@@ -129,7 +129,7 @@ class Started:
             os.kill(self.pid, number)
 
     def wait(self, timeout: float) -> int:
-        """Its exit code, minus the signal's number for one that a signal killed.
+        """The exit code of the child, minus the signal's number for one that a signal killed.
 
         Raises:
             subprocess.TimeoutExpired: it is still there; it has been killed.
@@ -220,7 +220,7 @@ def _fork_all(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _wait_for_end(family: int, pids: list[int]) -> bool:
-    """Whether the family ended in time; if not, its heads are killed, and loader workers follow theirs."""
+    """True if the family ended in time; if not, its heads are killed, and loader workers follow theirs."""
     ready, _, _ = select.select([family], [], [], DEADLINE_S)
     if not ready:
         for pid in pids:

@@ -121,9 +121,9 @@ def train_signalled(
         tripwire: the call of `place` that no other process may come to any more.
         stall_s: how long the call takes from then on.
         times: how often the signal is sent.
-        behind: whether the main thread and the one that sends it wait for each other, in step 3, after its ballot.
+        behind: the main thread and the one that sends the signal wait for each other, in step 3, after its ballot.
         committed: step whose checkpoint must be committed before the signal is sent; the process waits for it.
-        elastic: whether torchrun would begin another round.
+        elastic: torchrun would begin another round.
     """
     waiting, struck = threading.Event(), threading.Event()
 

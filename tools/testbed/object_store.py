@@ -66,7 +66,7 @@ def _serve() -> None:
 
 @dataclass
 class Plan:
-    """What strikes, and what has happened so far.
+    """A plan of one fault, and the requests so far.
 
     Attributes:
         fault: of FAULTS; None: nothing strikes.

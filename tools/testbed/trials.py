@@ -123,7 +123,7 @@ def matrix(**axes: Iterable[Any]) -> list[Cell]:
 
 @dataclass(frozen=True)
 class Fate:
-    """What happens to a process, and when: at the beginning of a micro-step or of an evaluation.
+    """A signal that a process gets at the beginning of a micro-step or of an evaluation.
 
     Attributes:
         signal: "SIGKILL" or another, which the process sends to itself.
@@ -131,7 +131,7 @@ class Fate:
         micro_step: micro-steps of the window that it has taken by then; None: in the evaluation after the step.
         committed: step whose checkpoint must be committed by then; the process waits for it.
         rank: the only one it happens to; None: all of them.
-        mirrored: whether the mirror must have that checkpoint as well.
+        mirrored: the mirror must have that checkpoint as well.
     """
 
     signal: str
@@ -264,7 +264,7 @@ class Trials:
         )
 
     def reference(self, cell: Cell) -> dict[str, Any]:
-        """What can be told about the undisturbed run."""
+        """The account of the undisturbed run."""
         cell = cell.undisturbed
         if cell not in self._references:
             folder = self.new_folder()
@@ -273,7 +273,7 @@ class Trials:
         return self._references[cell]
 
     def killed(self, cell: Cell) -> dict[str, Any]:
-        """What can be told about a run that got a SIGKILL in the middle of a step, and was called again."""
+        """The account of a run that got a SIGKILL in the middle of a step, and was called again."""
         folder = self.new_folder()
         saved = cell.saved_step
         fate = Fate("SIGKILL", saved + LOST_STEPS, cell.accumulation // 2, committed=saved)
@@ -282,7 +282,7 @@ class Trials:
         return self.resumed(cell, folder)
 
     def interrupted(self, cell: Cell) -> dict[str, Any]:
-        """The same with a SIGTERM to one of its processes, after which the run saves and ends by itself."""
+        """The account of a run of which one process got a SIGTERM, so that it saved and ended by itself."""
         folder = self.new_folder()
         if cell.saved_step % STEPS_PER_EPOCH:
             fate = Fate("SIGTERM", cell.saved_step - 1, cell.accumulation // 2, rank=cell.ranks - 1)
@@ -305,7 +305,7 @@ class Trials:
 
 
 def unwitnessed(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What the files of a run tell by themselves."""
+    """The facts that are in the files of the run itself."""
     return {name: fact for name, fact in facts.items() if not name.startswith(WITNESSED)}
 
 
@@ -320,12 +320,14 @@ def account(folder: Path) -> dict[str, Any]:
     metrics = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     for step in sorted({line["step"] for line in metrics}):
         lines = [line for line in metrics if line["step"] == step]
-        facts[f"metrics of step {step}"] = [_without(line, BY_THE_CLOCK) for line in lines]
+        facts[f"metrics of step {step}"] = [
+            {name: value for name, value in line.items() if name not in BY_THE_CLOCK} for line in lines
+        ]
     return facts
 
 
 def witnessed(folder: Path) -> dict[str, Any]:
-    """What the witnesses wrote. A step that was taken twice must have been the same twice."""
+    """The lines of the witnesses. A step that was taken twice must have been the same twice."""
     facts: dict[str, Any] = {}
     for file in sorted(folder.glob("process*.jsonl")):
         for line in file.read_text().splitlines():
@@ -336,10 +338,6 @@ def witnessed(folder: Path) -> dict[str, Any]:
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Names of the facts that are not the same to the last bit, or known on one side only."""
     return [name for name in {**ours, **theirs} if (name in ours, ours.get(name)) != (name in theirs, theirs.get(name))]
-
-
-def _without(line: Mapping[str, Any], keys: set[str]) -> dict[str, Any]:
-    return {key: value for key, value in line.items() if key not in keys}
 
 
 def _leaves(value: Any, name: str = "") -> Iterable[tuple[str, Any]]:

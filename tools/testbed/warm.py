@@ -1,4 +1,4 @@
-"""What every run imports and computes on its way: for a fork server, so that its trials find it done.
+"""Imports and computations of every run, done once in a fork server for all of its trials.
 
 No operation of torch is among it. Only servers import this file; it would cost a test's process seconds.
 """

@@ -34,7 +34,7 @@ PROJECT = "ci-llm"
 
 
 class TrackerKind:
-    """How a run uses one kind of tracker. The methods here suit any tracker of Accelerate."""
+    """One kind of tracker, as a run uses it. The methods here suit any tracker of Accelerate."""
 
     def project(self) -> str:
         """The project that Accelerate starts the tracker with."""

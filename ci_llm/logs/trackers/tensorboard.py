@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ci_llm.core.scores import METRICS, Measures, measures_of
+from ci_llm.core.measures import METRICS, Measures, measures_of
 from ci_llm.logs.trackers import TrackerKind
 
 logger = logging.getLogger(__name__)

@@ -82,7 +82,7 @@ class Attempt:
     def _lease(self, step: int, prepare: Callable[[int], object] = lambda number: None) -> int:
         number, folder = self.manager.store.acquire_lease(), self.config.run_folder
         try:
-            keep_status(folder, **(self.log.last_metrics() if self.log else {}))
+            keep_status(folder)
             prepare(number)
             record_attempt(folder, number, step, _place())
         except OSError as error:

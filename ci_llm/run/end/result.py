@@ -18,9 +18,9 @@ from ci_llm.cluster.launch import Launch, exit_code_after_stop, has_rounds
 from ci_llm.config import Config, default_file
 from ci_llm.config.foreign import NO_EFFECT
 from ci_llm.config.schema import with_trait
-from ci_llm.core.evaluation import Evaluation
+from ci_llm.core.evaluation_file import Evaluation
+from ci_llm.core.measures import measures_of
 from ci_llm.core.run_folder import PushRecord, keep_push
-from ci_llm.core.scores import measures_of
 from ci_llm.crowd.card import CardFacts, crowd_card, public_name
 from ci_llm.errors import BadInput, CiLlmError
 from ci_llm.objectives import head_size

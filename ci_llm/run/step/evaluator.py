@@ -19,10 +19,10 @@ from typing import Any, Final, TypeVar
 from ci_llm.checkpoints.checkpoint import Checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config
-from ci_llm.core.evaluation import BaseScores, Evaluation, Figure, RowSet
+from ci_llm.core.evaluation_file import BaseScores, Evaluation, Figure, RowSet
+from ci_llm.core.measures import LEAST_ROWS, JudgedBy, measures_of
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.core.quantities import count
-from ci_llm.core.scores import LEAST_ROWS, JudgedBy, measures_of
 from ci_llm.core.work import working
 from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd

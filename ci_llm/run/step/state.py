@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ci_llm.core.evaluation import Best, BestSteps
-from ci_llm.core.scores import METRICS
+from ci_llm.core.evaluation_file import Best, BestSteps
+from ci_llm.core.measures import METRICS
 from ci_llm.run.step.members import CrowdChange, History
 from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
 

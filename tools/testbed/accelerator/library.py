@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
+from ci_llm.core.remote import cache_folder
+
 SOURCE: Final = Path(__file__).with_name("device.cpp")
 NAME: Final = "ci_llm_simulated_cuda"
 BUILD_TIMEOUT_S: Final = 600
@@ -37,8 +39,9 @@ def built() -> Path:
     torch_version = version("torch")
     key = (torch_version, platform.python_version(), SOURCE.read_bytes())
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
-    place = _cache() / f"{NAME}-{digest}.so"
+    place = cache_folder("testbed") / f"{NAME}-{digest}.so"
     if not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
         _compile(place)
     return place
 
@@ -66,13 +69,6 @@ def load() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _cache() -> Path:
-    home = os.environ.get("CI_LLM_TESTBED_CACHE") or Path.home() / ".cache" / "ci_llm_testbed"
-    folder = Path(home)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _torch() -> Path:

@@ -1,4 +1,4 @@
-"""What a process did on the simulated device: launches, waits of the host, copies, and what must not happen.
+"""The trace of a process on the simulated device: launches, waits of the host, copies, and what must not happen.
 
 Everything is noted under a phase, which the process names: "start", "step 1", "after step 1", and so on.
 """
@@ -57,7 +57,7 @@ class Trace:
         self._phase = name
 
     def begin_command(self) -> None:
-        """What follows belongs to the next command of this process."""
+        """Count what follows for the next command of this process."""
         self._command, self.step, self._phase = self._command + 1, 0, "start"
 
     def note(self, kind: str, what: str, size: int) -> None:

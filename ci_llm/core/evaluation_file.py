@@ -1,4 +1,4 @@
-"""The evaluation of agents and crowd: one typed record, with the only writer and the only reader of evaluation.json.
+"""evaluation.json, the scores of agents and crowd: one typed record, its only writer and its only reader.
 
 A part that does not apply is None or empty, and has no key in the file. A number that is not known is null there.
 """
@@ -14,8 +14,8 @@ from typing import Any, Final, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from ci_llm.core.durable import read_object, write_json
+from ci_llm.core.measures import METRICS, JudgedBy, Measures, measures_of
 from ci_llm.core.run_folder import EVALUATION, parsed
-from ci_llm.core.scores import METRICS, JudgedBy, Measures, measures_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ NOBODY: Final = Figure((), None)
 
 @dataclass(frozen=True)
 class Judgement:
-    """The figures of n pairs, rated rows, classes, numbers or prompts; see `ci_llm.core.scores.METRICS`.
+    """The figures of n pairs, rated rows, classes, numbers or prompts; see `ci_llm.core.measures.METRICS`.
 
     Attributes:
         temperature: the temperature of the crowd's class probabilities, if it is not 1.

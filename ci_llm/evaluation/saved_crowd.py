@@ -1,4 +1,4 @@
-"""The evaluation of a saved crowd: rows are teacher-forced and answered, and every answer and all figures are kept.
+"""`ci-llm evaluate`: a saved crowd scores and answers rows, and every answer and all figures are kept.
 
 It also makes the lines for a terminal: the figures of agents, their mean, vote and crowd, and the rows answered wrong.
 """
@@ -23,7 +23,7 @@ import xxhash
 
 from ci_llm.config import Config
 from ci_llm.core.durable import write_json
-from ci_llm.core.evaluation import NOBODY, Asked, Evaluation, Figure
+from ci_llm.core.evaluation_file import NOBODY, Asked, Evaluation, Figure
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd import scoring
 from ci_llm.crowd.aggregators import Learned

@@ -19,7 +19,7 @@ class Metric:
     Attributes:
         told: its name for people.
         part: the part of an `Evaluation` that has it; "": the whole.
-        greater: whether more of it is better.
+        greater: more of it is better.
     """
 
     told: str

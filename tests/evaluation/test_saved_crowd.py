@@ -24,8 +24,8 @@ from ci_llm.data.encoder import Encoder
 from ci_llm.data.rows import Completion
 from ci_llm.embedded import rows as embedded_rows
 from ci_llm.evaluation import loading
-from ci_llm.evaluation.evaluate import _lines
 from ci_llm.evaluation.loading import Request
+from ci_llm.evaluation.saved_crowd import _lines
 from ci_llm.report.facts import RunFacts
 from ci_llm.report.page import render
 from tests.evaluation.trials import evaluate, train
