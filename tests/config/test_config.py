@@ -19,7 +19,6 @@ from ci_llm.config import (
     default_file,
     describe_keys,
     groups,
-    keys_as_markdown,
     load_config,
     parse_config,
     read_call,
@@ -32,6 +31,7 @@ from ci_llm.config.sweep import read_sweep
 from ci_llm.errors import ConfigError
 from tests.config.fuzz import fuzz
 from tests.support.messages import Messages
+from tools import keys_table
 
 ROOT = Path(__file__).parents[2]
 PRESETS = [ROOT / "configs.yaml", *sorted((ROOT / "configs").glob("*.yaml"))]
@@ -865,6 +865,5 @@ def test_every_key_is_read_by_someone() -> None:
 
 
 def test_the_docs_list_every_key_as_it_is() -> None:
-    """`python -c "from ci_llm.config import keys_as_markdown as k; print(k())"` makes the table of docs/keys.md."""
-    text = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
-    assert text.endswith(f"\n\n{keys_as_markdown()}\n")
+    """`python -m tools.keys_table` writes the table of docs/keys.md."""
+    assert keys_table.PAGE.read_text(encoding="utf-8").endswith(f"\n\n{keys_table.table()}")
