@@ -270,12 +270,9 @@ def _cannot_differ(key: str, entry: parsing.Entry) -> Problem:
 
 def _space_of(entry: parsing.Entry, key: str, problems: list[Problem]) -> _Space | None:
     """The space that an entry means; None if its value is one value."""
-    raw = entry.raw
-    if isinstance(raw, parsing.Scalar) and not raw.quoted:
-        if found := _RANGE.fullmatch(raw.text.strip()):
-            return _range(entry, key, found[2], found[3], problems, log=found[1] != "uniform")
-        if raw.text.strip().startswith(("[", "{")):
-            raw = read_flow(raw.text) or raw
+    raw = read_flow(entry.raw)
+    if isinstance(raw, parsing.Scalar) and not raw.quoted and (found := _RANGE.fullmatch(raw.text.strip())):
+        return _range(entry, key, found[2], found[3], problems, log=found[1] != "uniform")
     if isinstance(raw, parsing.Mapped):
         return _mapped_range(entry, raw, key, problems)
     if isinstance(raw, parsing.Items) and (

@@ -109,14 +109,16 @@ class _MixedRows(Rows):
     origin: _Joined | None = None
 
     def place(self, number: int) -> str:
-        assert self.origin is not None
-        part, row = self.origin.locate(self.numbers[number] if self.numbers else number)
+        part, row = self._locate(number)
         return part.place(row)
 
     def cells(self, number: int) -> tuple[Any, str]:
-        assert self.origin is not None
-        part, row = self.origin.locate(self.numbers[number] if self.numbers else number)
+        part, row = self._locate(number)
         return part.cells(row)
+
+    def _locate(self, number: int) -> tuple[Rows, int]:
+        assert self.origin is not None
+        return self.origin.locate(self.numbers[number] if self.numbers else number)
 
     @property
     def column_sets(self) -> list[Sequence[str]]:
