@@ -276,15 +276,15 @@ def test_a_file_says_its_charter_and_stays_one_idea() -> None:
 
 #: At most so many lines of code in a room. Who raises one says why in the same commit; CONTRIBUTING.md has the rule.
 CAPS = {
-    "agents": 373,
+    "agents": 371,
     "base": 916,
     "checkpoints": 2538,
     "cli": 1721,
     "cluster": 755,
-    "config": 2269,
+    "config": 2234,
     "core": 1508,
     "crowd": 4826,
-    "data": 3312,
+    "data": 3286,
     "distributed": 654,
     "dry_run": 801,
     "embedded": 156,
@@ -292,12 +292,12 @@ CAPS = {
     "files": 434,
     "integrations": 727,
     "logs": 997,
-    "lora": 1336,
+    "lora": 1324,
     "mirror": 978,
     "objectives": 575,
     "report": 1131,
     "run": 5087,
-    "serve": 1410,
+    "serve": 1404,
     "supervisor": 1743,
     "sweep": 854,
 }
