@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +66,12 @@ class Agent:
     adapters: dict[str, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict, repr=False)
     head: nn.Parameter | None = field(default=None, repr=False)
     training: Training = field(init=False, repr=False)
+
+    @property
+    def optimizer_group(self) -> dict[str, Any]:
+        """Its group of an optimizer; a run sets the rate of every step."""
+        own = self.training
+        return {"params": [self.weights], "lr": own.learning_rate(0), "weight_decay": own.weight_decay}
 
     @property
     def size(self) -> int:

@@ -69,7 +69,7 @@ class DropConnect:
         if self.masks is None or not self._masks_of_step:
             self.masks, self._masks_of_step = torch.ones_like(self._weights), True
             self._on_new_memory()
-        for agent, row in zip((each.settings for each in self._agents), self._own(self.masks), strict=True):
+        for agent, row in zip((each.settings for each in self._agents), _own(self.masks, self._agents), strict=True):
             if agent.dropconnect:
                 keep = 1 - agent.dropconnect
                 generator = generator_for(agent.seed, "dropconnect", step, agent.index, device=row.device)
@@ -86,7 +86,7 @@ class DropConnect:
             return
         self.masks = torch.ones_like(self._weights)
         # Agents without settings of their own draw together.
-        own = self._own(self.masks) if self._has_own else [self.masks]
+        own = _own(self.masks, self._agents) if self._has_own else [self.masks]
         for agent, part in zip(self._agents, own, strict=False):
             keep = 1 - agent.settings.dropconnect
             part.bernoulli_(keep).div_(keep)
@@ -101,8 +101,10 @@ class DropConnect:
     def _drops(self) -> bool:
         return any(agent.settings.dropconnect for agent in self._agents)
 
-    def _own(self, storage: Tensor) -> list[Tensor]:
-        return [row[: agent.size] for row, agent in zip(storage, self._agents, strict=True)]
+
+def _own(storage: Tensor, agents: Sequence[Agent]) -> list[Tensor]:
+    """The rows of `storage` [K, P] without their padding."""
+    return [row[: agent.size] for row, agent in zip(storage, agents, strict=True)]
 
 
 class AgentStorage:
@@ -184,10 +186,6 @@ class AgentStorage:
             [n, R, outputs]
         """
         return head_values(states, [self.heads[f"agent{k}"] for k in agents])
-
-    def _own(self, storage: Tensor) -> list[Tensor]:
-        """The rows of `storage` [K, P] without their padding."""
-        return [row[: agent.size] for row, agent in zip(storage, self.agents, strict=True)]
 
     def _places(self, agent: Agent) -> Iterator[tuple[str, int, int, int]]:
         """Yield (name, start, middle, end) for each module of an agent: its A lies at start to middle, its B behind."""
@@ -317,7 +315,7 @@ class AgentStorage:
         With three or more processes, the place of a number in its part decides the order of its sum. So agents with
         passes of their own have parts of their own, as an agent alone has.
         """
-        return self._own(self.gradients) if self.pass_per_agent else [self.gradients]
+        return _own(self.gradients, self.agents) if self.pass_per_agent else [self.gradients]
 
     def take_gradients_away(self) -> None:
         """Zero the gradients, and set those of the parameters to None until the next `begin_step`."""
@@ -370,7 +368,7 @@ class AgentStorage:
         """
         if min(self.sizes) == storage.shape[1] and not self.pass_per_agent:
             return torch.linalg.vector_norm(storage, dim=1)  # type: ignore[no-any-return]
-        return torch.stack([torch.linalg.vector_norm(own) for own in self._own(storage)])
+        return torch.stack([torch.linalg.vector_norm(own) for own in _own(storage, self.agents)])
 
     @torch.no_grad()
     def of_agents(self, settings: LoraSettings, kept: Sequence[int]) -> AgentStorage:
@@ -382,7 +380,7 @@ class AgentStorage:
         Raises:
             ModelError: memory does not hold the agents.
         """
-        agents, numbers = [self.agents[place] for place in kept], self._own(self.weights)
+        agents, numbers = [self.agents[place] for place in kept], _own(self.weights, self.agents)
         storage = AgentStorage(self.layers, agents, settings, self.casts, self.reading, self.head)
         storage.pass_per_agent = self.pass_per_agent
         for agent, place in zip(agents, kept, strict=True):

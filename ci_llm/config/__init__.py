@@ -4,7 +4,6 @@ from ci_llm.config.config import Change as Change
 from ci_llm.config.config import Config as Config
 from ci_llm.config.config import describe_keys as describe_keys
 from ci_llm.config.config import groups as groups
-from ci_llm.config.config import keys_as_markdown as keys_as_markdown
 from ci_llm.config.load import Reading as Reading
 from ci_llm.config.load import arguments_without as arguments_without
 from ci_llm.config.load import as_python as as_python

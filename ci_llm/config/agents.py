@@ -69,21 +69,14 @@ def _set_aside(own: OwnEntries, key: str, by: Entry) -> None:
 
 def _values_of(key: str, entry: Entry) -> tuple[Raw, ...] | None:
     """The values of a list with one value per agent; None if the entry is one value for all."""
-    raw = _read_text(entry.raw)
+    raw = read_flow(entry.raw)
     if not isinstance(raw, Items) or not raw.values:
         return None
     return raw.values if lists_values(FIELDS[key], raw) else None
 
 
-def _read_text(raw: Raw) -> Raw:
-    """A list as it was typed on a command line: `[1e-3, 2e-3]`."""
-    if isinstance(raw, Scalar) and not raw.quoted and raw.text.strip().startswith(("[", "{")):
-        return read_flow(raw.text) or raw
-    return raw
-
-
 def _take_mappings(own: OwnEntries, listed: Entry, problems: list[Problem]) -> None:
-    raw = _read_text(listed.raw)
+    raw = read_flow(listed.raw)
     if isinstance(raw, Scalar) and raw.text.lower() in ("null", "none", "[]"):
         raw = Items(())
     if not isinstance(raw, Items) or not all(isinstance(value, Mapped) for value in raw.values):

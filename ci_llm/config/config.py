@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, Final
 
 from ci_llm.config.agents import own_values, take_own_entries
 from ci_llm.config.auto import FOLLOWED, settled
-from ci_llm.config.foreign import ALIASES, FIELDS, TRANSLATIONS, read_without_effect
+from ci_llm.config.foreign import FIELDS, read_without_effect
 from ci_llm.config.key import ChangeKind, Keys
 from ci_llm.config.own_keys import OWN_KEYS, KeysOfEach, overriding
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
@@ -46,49 +45,16 @@ def describe_keys(chosen: Sequence[str] = ()) -> str:
     return "\n\n".join(parts)
 
 
-def keys_as_markdown() -> str:
-    """All keys as the table of docs/keys.md, group by group: key and default, on a resume, what it is.
-
-    The names that other trainers have for a key stand below what it is.
-    """
-    rows = ["| key=default | on a resume | what it is; its names elsewhere |", "| --- | --- | --- |"]
-    for title, keys in given_groups().items():
-        rows.append(f"| **{title}** | | |")
-        rows += [f"| `{_typed(key)}` | {_on_resume(key)} | {_text(key)}{_elsewhere(key)} |" for key in keys]
-    return "\n".join(rows)
-
-
-def _typed(key: str) -> str:
+def with_default(key: str) -> str:
     """The key with its default, as on a command line."""
     return f"{key}={dump_value(FIELDS[key].default)}".replace('"', "")
-
-
-def _on_resume(key: str) -> str:
-    """A word for what another value means for a resumed run; docs/keys.md explains each. Most keys are free."""
-    meaning = meaning_of(FIELDS[key])
-    if meaning["kind"] == "free":
-        return "" if meaning["keeps_bits"] else "rounding"
-    if meaning["kind"] == "schedule":
-        return "ending" if meaning["keeps_bits"] else "length"
-    return "refused"
-
-
-def _elsewhere(key: str) -> str:
-    """The names that other trainers have for a key, on a line of their own; some of them mean it by their value."""
-    names = [alias for alias, meant in ALIASES.items() if meant == key]
-    names += [name for name, values in TRANSLATIONS.items() if any(m.startswith(f"{key}=") for m in values.values())]
-    return f"<br>{', '.join(f'`{name}`' for name in names)}" if names else ""
-
-
-def _text(key: str) -> str:
-    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", str(FIELDS[key].description).replace("|", "or"))
 
 
 def _described(key: str) -> str:
     return textwrap.fill(
         str(FIELDS[key].description),
         width=WIDTH,
-        initial_indent=f"  {_typed(key):<{COLUMN - 3}} ",
+        initial_indent=f"  {with_default(key):<{COLUMN - 3}} ",
         subsequent_indent=" " * COLUMN,
     )
 

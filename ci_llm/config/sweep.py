@@ -218,19 +218,24 @@ def _without_spaces(
         own_keys: the keys of `SweepKeys` may stand here too.
     """
     for entry in entries:
-        name, key = normalized(entry.name), key_of(entry)
-        if own_keys and name in SweepKeys.model_fields:
-            written.keys[name] = entry
-            continue
-        found = _space_of(entry, key, problems)
-        if found is None:
-            if own_keys and key in written.spaces:  # one value on the command line sets a space of the file aside
-                del written.spaces[key]
+        if not _take(entry, written, problems, own_keys=own_keys):
+            if own_keys:  # one value on the command line sets a space of the file aside
+                written.spaces.pop(key_of(entry), None)
             yield entry
-        elif key in SPACE_KEYS:
-            written.spaces[key] = found
-        else:
-            problems.append(_cannot_differ(key, entry))
+
+
+def _take(entry: parsing.Entry, written: _Written, problems: list[Problem], *, own_keys: bool) -> bool:
+    """Put what is of the sweep into `written`; False for a key of a run with one value."""
+    name, key = normalized(entry.name), key_of(entry)
+    if own_keys and name in SweepKeys.model_fields:
+        written.keys[name] = entry
+    elif (found := _space_of(entry, key, problems)) is None:
+        return False
+    elif key in SPACE_KEYS:
+        written.spaces[key] = found
+    else:
+        problems.append(_cannot_differ(key, entry))
+    return True
 
 
 def _take_section(section: parsing.Entry | None, written: _Written, problems: list[Problem]) -> None:
@@ -242,20 +247,14 @@ def _take_section(section: parsing.Entry | None, written: _Written, problems: li
         return
     seen: dict[str, parsing.Entry] = {}
     for entry in section.raw.entries:
-        name, key = normalized(entry.name), key_of(entry)
-        known = name if name in SweepKeys.model_fields else key
-        if known in seen:
-            problems.append(given_twice(known, seen[known], entry))
-        seen[known] = entry
-        if name in SweepKeys.model_fields:
-            written.keys[name] = entry
-        elif key not in ACCEPTED:
-            problems.append(unknown(entry))
-        elif key not in SPACE_KEYS:
-            problems.append(_cannot_differ(key, entry))
-        elif (found := _space_of(entry, key, problems)) is not None:
-            written.spaces[key] = found
-        else:
+        name = normalized(entry.name)
+        key = name if name in SweepKeys.model_fields else key_of(entry)
+        if key in seen:
+            problems.append(given_twice(key, seen[key], entry))
+        seen[key] = entry
+        if key not in (*SweepKeys.model_fields, *SPACE_KEYS):
+            problems.append(_cannot_differ(key, entry) if key in ACCEPTED else unknown(entry))
+        elif not _take(entry, written, problems, own_keys=True):
             what = f"{key} has one value in the section sweep"
             problems.append(Problem(entry.where, what, f"write it outside of the section, or as {_HOW}"))
 
@@ -271,12 +270,9 @@ def _cannot_differ(key: str, entry: parsing.Entry) -> Problem:
 
 def _space_of(entry: parsing.Entry, key: str, problems: list[Problem]) -> _Space | None:
     """The space that an entry means; None if its value is one value."""
-    raw = entry.raw
-    if isinstance(raw, parsing.Scalar) and not raw.quoted:
-        if found := _RANGE.fullmatch(raw.text.strip()):
-            return _range(entry, key, found[2], found[3], problems, log=found[1] != "uniform")
-        if raw.text.strip().startswith(("[", "{")):
-            raw = read_flow(raw.text) or raw
+    raw = read_flow(entry.raw)
+    if isinstance(raw, parsing.Scalar) and not raw.quoted and (found := _RANGE.fullmatch(raw.text.strip())):
+        return _range(entry, key, found[2], found[3], problems, log=found[1] != "uniform")
     if isinstance(raw, parsing.Mapped):
         return _mapped_range(entry, raw, key, problems)
     if isinstance(raw, parsing.Items) and (

@@ -42,13 +42,18 @@ def read_yaml(text: str, name: str) -> list[Entry]:
     return _entries(root, name)
 
 
-def read_flow(text: str) -> Raw | None:
-    """One value in YAML's short form, `[1, 2]` or `{a: 1}`, as it is typed on a command line; None if it is none."""
+def read_flow(raw: Raw) -> Raw:
+    """The list or mapping that text means in YAML's short form, `[1, 2]` or `{a: 1}`, as on a command line.
+
+    Any other value is returned as it is.
+    """
+    if not isinstance(raw, Scalar) or raw.quoted or not raw.text.strip().startswith(("[", "{")):
+        return raw
     try:
-        node = _compose(text, "")
+        node = _compose(raw.text, "")
     except ConfigError:
-        return None
-    return None if node is None else _section(node, "")
+        return raw
+    return raw if node is None else _section(node, "")
 
 
 def read_texts(path: Path) -> dict[str, Any]:

@@ -181,8 +181,12 @@ class Encoder:
         """
         if isinstance(row, Chat):
             return self._tokenized(self.turns.prompt(row), [])
-        begin, text = self._tokenizer.bos_token or "", row.completion
-        return self._tokenized(text if text.startswith(begin) else begin + text, [])
+        return self._tokenized(self.begun(row.completion), [])
+
+    def begun(self, text: str) -> str:
+        """A text with the token that begins texts, if the tokenizer has one."""
+        begin = self._tokenizer.bos_token or ""
+        return text if text.startswith(begin) else begin + text
 
     def ids(self, text: str) -> list[int]:
         """Token ids of a text that begins as it says itself."""
@@ -231,11 +235,10 @@ class Encoder:
         return _example(row.input_ids, [label != NOT_LEARNED for label in labels])
 
     def _completion(self, row: Completion) -> Example:
-        begin, end = self._tokenizer.bos_token or "", self._tokenizer.eos_token or ""
-        given, learned = row.prompt or "", row.completion
-        given = given if (given or learned).startswith(begin) else begin + given
+        end, learned = self._tokenizer.eos_token or "", row.completion
         learned = learned if learned.endswith(end) else learned + end
-        return self._tokenized(given + learned, [(len(given), len(given) + len(learned))])
+        text = self.begun((row.prompt or "") + learned)
+        return self._tokenized(text, [(len(text) - len(learned), len(text))])
 
     def _chat(self, row: Chat) -> Example:
         placed = self.turns.place(row)

@@ -173,9 +173,7 @@ class Prompter:
 
     def plain_ids(self, text: str) -> list[int]:
         """Token ids of a plain text, with the token that begins texts if the tokenizer has one."""
-        begin = self.tokenizer.bos_token or ""
-        whole = text if text.startswith(begin) else begin + text
-        return list(self.tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"])
+        return list(self.tokenizer(self._encoder.begun(text), add_special_tokens=False, verbose=False)["input_ids"])
 
 
 @contextmanager

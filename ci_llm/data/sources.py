@@ -109,14 +109,16 @@ class _MixedRows(Rows):
     origin: _Joined | None = None
 
     def place(self, number: int) -> str:
-        assert self.origin is not None
-        part, row = self.origin.locate(self.numbers[number] if self.numbers else number)
+        part, row = self._locate(number)
         return part.place(row)
 
     def cells(self, number: int) -> tuple[Any, str]:
-        assert self.origin is not None
-        part, row = self.origin.locate(self.numbers[number] if self.numbers else number)
+        part, row = self._locate(number)
         return part.cells(row)
+
+    def _locate(self, number: int) -> tuple[Rows, int]:
+        assert self.origin is not None
+        return self.origin.locate(self.numbers[number] if self.numbers else number)
 
     @property
     def column_sets(self) -> list[Sequence[str]]:
@@ -195,7 +197,8 @@ def load_rows_of_each(config: Config, split: Part) -> list[Rows]:
         DataError: see `load_rows`.
     """
     if split != "train" and config.eval_dataset_names:
-        found = _joined([_validation_rows(config, name) for name in config.eval_dataset_names])
+        names = config.eval_dataset_names
+        found = _joined([_DataSet.opened(config, name, "eval_dataset_name").validation() for name in names])
         return [replace(found, are_answers=_are_answers(config, split))] * config.num_agents
     known: dict[Hashable, Rows] = {}
     each = [(tuple(getattr(own, key) for key in ROWS_KEYS), own) for own in config.rows_of_each]
@@ -207,10 +210,10 @@ def load_rows_of_each(config: Config, split: Part) -> list[Rows]:
 
 def _rows_of(config: Config, split: Part) -> Rows:
     """The rows of a configuration without own data sets of agents."""
-    if split != "train":
-        found = _joined([_evaluation_rows(config, name) for name in config.dataset_names])
-        return replace(found, are_answers=_are_answers(config, split))
-    return _joined([_training_rows(config, name) for name in config.dataset_names])
+    opened = [_DataSet.opened(config, name) for name in config.dataset_names]
+    if split == "train":
+        return _joined([each.training() for each in opened])
+    return replace(_joined([each.evaluation() for each in opened]), are_answers=_are_answers(config, split))
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:
@@ -256,47 +259,127 @@ def recognised(
     return replace(rows, description=(f"{count(len(data), 'row')} of {form.name} from {where}", *left, *description))
 
 
-def _training_rows(config: Config, name: str) -> Rows:
-    splits = open_splits(name, config.dataset_subset, config.dataset_split)
-    training = _split(splits, config.dataset_split, "dataset_split", name)
-    total = len(training)
-    held_out = _held_out(config, splits, name)
-    left_out = set(held_out)
-    kept = array("q", (row for row in range(total) if row not in left_out))
-    numbers = kept[: config.max_train_samples]
-    notes = []
-    if len(numbers) < total:
-        first = "the first " if len(numbers) < len(kept) else ""
-        notes.append(f"training on {first}{len(numbers)} of {total} rows")
-    if config.dataset_subset and not is_on_hub(name) and not folder_of_subset(name, config.dataset_subset):
-        notes.append(f"dataset_subset {config.dataset_subset} names a part of a hub data set and is not used here")
-    if held_out:
-        reason = "val_set_size" if config.val_set_size else "no split to evaluate on"
-        notes.append(f"{reason}: {len(held_out)} rows are held out for it, {_how(config, name)}")
-    return _selected(config, training, _where(name, config.dataset_split), numbers, notes)
+@dataclass(frozen=True)
+class _DataSet:
+    """A data set as a configuration reads it: its splits, and which of their rows are for what."""
 
+    config: Config
+    name: str
+    splits: Splits
 
-def _evaluation_rows(config: Config, name: str) -> Rows:
-    """The rows to evaluate on of a data set that is also trained on: a split, or the held-out rows."""
-    splits = open_splits(name, config.dataset_subset, config.dataset_split)
-    training = _split(splits, config.dataset_split, "dataset_split", name)
-    if held_out := _held_out(config, splits, name):
-        where = f"{_where(name, config.dataset_split)}, held out"
-        return _selected(config, training, where, *_at_most(config, name, held_out))
-    split = _eval_split(config, splits, name) or config.dataset_split
-    return _whole_split(config, splits, name, split, [config] if split == config.dataset_split else [])
+    @classmethod
+    def opened(cls, config: Config, name: str, key: str = "dataset_name") -> _DataSet:
+        """The data set of this name, which stands under `key`."""
+        return cls(config, name, open_splits(name, config.dataset_subset, config.dataset_split, key))
 
+    def training(self) -> Rows:
+        """The rows to train on."""
+        config, name, rows = self.config, self.name, self._split(self.config.dataset_split, "dataset_split")
+        held_out = self._held_out()
+        left_out = set(held_out)
+        kept = array("q", (row for row in range(len(rows)) if row not in left_out))
+        numbers = kept[: config.max_train_samples]
+        notes = []
+        if len(numbers) < len(rows):
+            first = "the first " if len(numbers) < len(kept) else ""
+            notes.append(f"training on {first}{len(numbers)} of {len(rows)} rows")
+        if config.dataset_subset and not is_on_hub(name) and not folder_of_subset(name, config.dataset_subset):
+            notes.append(f"dataset_subset {config.dataset_subset} names a part of a hub data set and is not used here")
+        if held_out:
+            reason = "val_set_size" if config.val_set_size else "no split to evaluate on"
+            notes.append(f"{reason}: {len(held_out)} rows are held out for it, {self._how}")
+        return self._selected(rows, self._where(config.dataset_split), numbers, notes)
 
-def _validation_rows(config: Config, name: str) -> Rows:
-    """The rows of a data set of `eval_dataset_name`."""
-    splits = open_splits(name, config.dataset_subset, config.dataset_split, "eval_dataset_name")
-    known = [config.eval_split] if config.eval_split else [*eval_splits(name), config.dataset_split, *splits]
-    split = next((each for each in known if each in splits), known[0])
-    place = _place(name)
-    trained = [
-        own for own in config.rows_of_each if split == own.dataset_split and place in map(_place, own.dataset_names)
-    ]
-    return _whole_split(config, splits, name, split, trained)
+    def evaluation(self) -> Rows:
+        """The rows to evaluate on where this data set is also trained on: a split, or the held-out rows."""
+        training, rows = self.config.dataset_split, self._split(self.config.dataset_split, "dataset_split")
+        if held_out := self._held_out():
+            return self._selected(rows, f"{self._where(training)}, held out", *self._at_most(held_out))
+        split = self._eval_split or training
+        return self._whole_split(split, [self.config] if split == training else [])
+
+    def validation(self) -> Rows:
+        """The rows to evaluate on where this is a data set of `eval_dataset_name`."""
+        config, place = self.config, _place(self.name)
+        usual = [*eval_splits(self.name), config.dataset_split, *self.splits]
+        known = [config.eval_split] if config.eval_split else usual
+        split = next((each for each in known if each in self.splits), known[0])
+        alike = (own for own in config.rows_of_each if split == own.dataset_split)
+        return self._whole_split(split, [own for own in alike if place in map(_place, own.dataset_names)])
+
+    def _whole_split(self, split: str, trained: Sequence[Config]) -> Rows:
+        """Rows of a split to evaluate on, of which nothing is held out.
+
+        Args:
+            trained: the configurations by which the same split is trained on.
+        """
+        data = self._split(split, "eval_split")
+        numbers, notes = self._at_most(range(len(data)))
+        limits = [len(data) if own.max_train_samples is None else own.max_train_samples for own in trained]
+        count = sum(number < max(limits, default=0) for number in numbers)
+        rows = replace(self._selected(data, self._where(split), numbers, notes), are_of_test=split == "test")
+        return rows.evaluated_although_trained_on(count)
+
+    @property
+    def _eval_split(self) -> str | None:
+        """The split to evaluate on; None: rows of the training split are held out."""
+        config = self.config
+        if config.val_set_size:
+            return None
+        usual = (each for each in eval_splits(self.name) if each in self.splits and each != config.dataset_split)
+        return config.eval_split or next(usual, None)
+
+    def _held_out(self) -> list[int]:
+        """Numbers of the rows that training leaves out, in order."""
+        if self.config.eval_dataset_names or self._eval_split is not None:
+            return []
+        total, size = len(self.splits[self.config.dataset_split]), self.config.val_set_size
+        if size is None or not total:
+            return self._taken(total, min(HELD_OUT_AT_MOST, max(1, total // 10)) if total > 1 else 0)
+        count = int(size) if size >= 1 else round(size * total) or int(size > 0)
+        if count >= total:
+            raise DataError(
+                f"val_set_size {size:g} leaves no row to train on: there are {total}.",
+                where=self._where(self.config.dataset_split),
+                hint="make it smaller, or name other rows to evaluate on by eval_dataset_name",
+            )
+        return self._taken(total, count)
+
+    def _at_most(self, rows: Sequence[int]) -> tuple[Sequence[int], list[str]]:
+        """At most `eval_samples` of the rows, and a note about it; several data sets share that number."""
+        total, limit = len(rows), self.config.eval_samples
+        if limit is not None:
+            limit = -(-limit // len(self.config.eval_dataset_names or self.config.dataset_names))
+        if limit is None or limit >= total:
+            return rows, []
+        return [rows[number] for number in self._taken(total, limit)], [f"{limit} of {total} rows, {self._how}"]
+
+    def _selected(self, data: Any, where: str, numbers: Sequence[int], notes: Sequence[str]) -> Rows:
+        config = self.config
+        answer = "label" if config.text_column else "answer"
+        columns = {"prompt": config.prompt_column, answer: config.answer_column, "text": config.text_column}
+        named = {part: name for part, name in columns.items() if name is not None}
+        some, own = (data, None) if len(numbers) == len(data) else (data.select(numbers), numbers)
+        return recognised(some, where, notes, named=named, numbers=own, wanted=row_kind(config))
+
+    def _taken(self, total: int, count: int) -> list[int]:
+        """`count` different rows out of `total`, in order. Files are often sorted, or alike in every tenth row."""
+        if _is_spread(self.name):
+            return [number * total // count for number in range(count)]
+        return sorted(permute(at, total, seed=self.config.seed, epoch=_DRAW) for at in range(count))
+
+    @property
+    def _how(self) -> str:
+        return "evenly spread" if _is_spread(self.name) else f"drawn by seed {self.config.seed}"
+
+    def _where(self, split: str) -> str:
+        return f"{self.name}, split {split}"
+
+    def _split(self, name: str, key: str) -> Any:
+        if name in self.splits:
+            return self.splits[name]
+        what = f"The data set has no split {name!r}; it has: {', '.join(self.splits) or 'none'}."
+        raise DataError(what, where=f"{self.name}, {key}", hint=f"set {key} to one of them")
 
 
 def _place(name: str) -> str:
@@ -304,69 +387,13 @@ def _place(name: str) -> str:
     return os.path.realpath(os.path.expanduser(name))
 
 
-def _whole_split(config: Config, splits: Splits, name: str, split: str, trained: Sequence[Config]) -> Rows:
-    """Rows of a split to evaluate on, of which nothing is held out.
-
-    Args:
-        trained: the configurations by which the same split is trained on.
-    """
-    data = _split(splits, split, "eval_split", name)
-    numbers, notes = _at_most(config, name, range(len(data)))
-    limits = [len(data) if own.max_train_samples is None else own.max_train_samples for own in trained]
-    count = sum(number < max(limits, default=0) for number in numbers)
-    rows = replace(_selected(config, data, _where(name, split), numbers, notes), are_of_test=split == "test")
-    return rows.evaluated_although_trained_on(count)
+#: The epoch of the permutation by which rows are drawn; no epoch of a training has this number.
+_DRAW: Final = -1
 
 
-def _eval_split(config: Config, splits: Splits, name: str) -> str | None:
-    """The split to evaluate on; None: rows of the training split are held out."""
-    if config.val_set_size:
-        return None
-    usual = (split for split in eval_splits(name) if split in splits and split != config.dataset_split)
-    return config.eval_split or next(usual, None)
-
-
-def _held_out(config: Config, splits: Splits, name: str) -> list[int]:
-    """Numbers of the rows that training leaves out, in order."""
-    if config.eval_dataset_names or _eval_split(config, splits, name) is not None:
-        return []
-    total = len(splits[config.dataset_split])
-    return _taken(config, name, total, _num_held_out(config, total, name))
-
-
-def _num_held_out(config: Config, total: int, name: str) -> int:
-    """The number of rows, of so many, that are held out."""
-    size = config.val_set_size
-    if size is None or not total:
-        return min(HELD_OUT_AT_MOST, max(1, total // 10)) if total > 1 else 0
-    count = int(size) if size >= 1 else round(size * total) or int(size > 0)
-    if count >= total:
-        raise DataError(
-            f"val_set_size {size:g} leaves no row to train on: there are {total}.",
-            where=_where(name, config.dataset_split),
-            hint="make it smaller, or name other rows to evaluate on by eval_dataset_name",
-        )
-    return count
-
-
-def _at_most(config: Config, name: str, rows: Sequence[int]) -> tuple[Sequence[int], list[str]]:
-    """At most `eval_samples` of the rows, and a note about it; several data sets share that number."""
-    total, limit = len(rows), config.eval_samples
-    if limit is not None:
-        limit = -(-limit // len(config.eval_dataset_names or config.dataset_names))
-    if limit is None or limit >= total:
-        return rows, []
-    return [rows[number] for number in _taken(config, name, total, limit)], [
-        f"{limit} of {total} rows, {_how(config, name)}"
-    ]
-
-
-def _selected(config: Config, data: Any, where: str, numbers: Sequence[int], notes: Sequence[str]) -> Rows:
-    answer = "label" if config.text_column else "answer"
-    columns = {"prompt": config.prompt_column, answer: config.answer_column, "text": config.text_column}
-    named = {part: name for part, name in columns.items() if name is not None}
-    some, own = (data, None) if len(numbers) == len(data) else (data.select(numbers), numbers)
-    return recognised(some, where, notes, named=named, numbers=own, wanted=row_kind(config))
+def _is_spread(name: str) -> bool:
+    """True if rows of a data set are taken evenly: the embedded ones, which have no order that could repeat."""
+    return name == "embedded"
 
 
 def row_kind(config: Config) -> RowKind | None:
@@ -389,34 +416,3 @@ def _are_answers(config: Config, split: Part) -> bool:
     from ci_llm.objectives import head_size  # with torch, as above
 
     return not head_size(config) and row_kind(config) != "prompts"
-
-
-def _is_spread(name: str) -> bool:
-    """True if rows of a data set are taken evenly: the embedded ones, which have no order that could repeat."""
-    return name == "embedded"
-
-
-#: The epoch of the permutation by which rows are drawn; no epoch of a training has this number.
-_DRAW: Final = -1
-
-
-def _taken(config: Config, name: str, total: int, count: int) -> list[int]:
-    """`count` different rows out of `total`, in order. Files are often sorted, or alike in every tenth row."""
-    if _is_spread(name):
-        return [number * total // count for number in range(count)]
-    return sorted(permute(at, total, seed=config.seed, epoch=_DRAW) for at in range(count))
-
-
-def _how(config: Config, name: str) -> str:
-    return "evenly spread" if _is_spread(name) else f"drawn by seed {config.seed}"
-
-
-def _where(name: str, split: str) -> str:
-    return f"{name}, split {split}"
-
-
-def _split(splits: Splits, name: str, key: str, source: str) -> Any:
-    if name in splits:
-        return splits[name]
-    what = f"The data set has no split {name!r}; it has: {', '.join(splits) or 'none'}."
-    raise DataError(what, where=f"{source}, {key}", hint=f"set {key} to one of them")

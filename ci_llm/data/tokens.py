@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -52,6 +52,34 @@ ROWS_PER_CHUNK = 1000
 #: The key of the metadata of the last record batch, which say what was found in all rows.
 FACTS = b"ci_llm"
 SHOWN_CHARACTERS = 1000
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What tokenising has found in all rows together.
+
+    Attributes:
+        fingerprint: xxh3-128 of all token ids and loss masks: what a run learns from, whatever file it came from.
+        tokens, targets: how many there are, and how many are learned.
+        longest: tokens of the longest row, as it is kept.
+        cut: rows that are cut at their end.
+        good: rated rows that are good.
+        whole: true if no row was cut, or split into blocks.
+        prompts: the form of prompts, if it is not that of the template.
+        lines: for people, about the rows and their tokens.
+        warnings: lines about what agents will not learn from these rows.
+    """
+
+    fingerprint: str
+    tokens: int
+    targets: int
+    longest: int
+    cut: int
+    good: int
+    whole: bool
+    prompts: PromptForm | None
+    lines: list[str]
+    warnings: list[str]
 
 
 @dataclass(frozen=True)
@@ -95,53 +123,17 @@ class TokenizedRows:
 
     @property
     def fingerprint(self) -> str:
-        """xxh3-128 of all token ids and loss masks: what a run learns from, whatever file it came from."""
-        return str(self._facts["fingerprint"])
-
-    @property
-    def num_targets(self) -> int:
-        """Tokens that are learned, of all rows."""
-        return int(self._facts["targets"])
-
-    @property
-    def num_cut(self) -> int:
-        """The number of rows that are cut at their end."""
-        return int(self._facts["cut"])
-
-    @property
-    def num_good(self) -> int:
-        """The number of rated rows that are good."""
-        return int(self._facts["good"])
-
-    @property
-    def num_tokens(self) -> int:
-        """The tokens of all rows together."""
-        return int(self._facts["tokens"])
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row, as it is kept."""
-        return int(self._facts["longest"])
+        """See `Facts`."""
+        return self.facts.fingerprint
 
     def whole_below(self, max_seq_length: int) -> int:
         """Rows of fewer tokens are whole: where none is cut, those of `max_seq_length` are as well."""
-        return max_seq_length + bool(self._facts["whole"])
-
-    @property
-    def prompts(self) -> PromptForm | None:
-        """The form of prompts, if it is not that of the template."""
-        form: PromptForm | None = self._facts["prompts"]
-        return form
+        return max_seq_length + self.facts.whole
 
     @property
     def description(self) -> list[str]:
         """Lines about the rows and their tokens, for people; the last one shows a row and its loss mask."""
-        return [*self.rows.description, *self._facts["lines"]]
-
-    @property
-    def warnings(self) -> list[str]:
-        """Lines about what agents will not learn from these rows."""
-        return list(self._facts["warnings"])
+        return [*self.rows.description, *self.facts.lines]
 
     @cached_property
     def row_numbers(self) -> list[int]:
@@ -196,10 +188,10 @@ class TokenizedRows:
         return last * self._chunk_rows + int(self._file.get_batch(last).num_rows)
 
     @cached_property
-    def _facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
+        """What is known of all rows together."""
         _, metadata = self._file.get_batch_with_custom_metadata(self._file.num_record_batches - 1)
-        facts: dict[str, Any] = json.loads(metadata[FACTS])
-        return facts
+        return Facts(**json.loads(metadata[FACTS]))
 
     @cached_property
     def _file(self) -> Any:
@@ -347,10 +339,19 @@ def _batches(
         *tally.lines(),
         f"first row, {_SHOWN_AS.get(rows.form.kind, 'learned in ⟦ ⟧')}: {_shown(first[1], encoder, tally.classes)}",
     ]
-    facts = {"fingerprint": digest.hexdigest(), "targets": tally.targets, "cut": tally.cut, "lines": lines}
-    facts |= {"tokens": tally.tokens, "longest": min(tally.longest, tally.max_seq_length), "good": tally.good}
-    facts |= {"whole": not tally.cut + tally.split, "warnings": [*tally.warnings()], "prompts": tally.prompts}
-    yield pa.RecordBatch.from_pylist([], schema=SCHEMA), {FACTS: json.dumps(facts)}
+    facts = Facts(
+        fingerprint=digest.hexdigest(),
+        tokens=tally.tokens,
+        targets=tally.targets,
+        longest=min(tally.longest, tally.max_seq_length),
+        cut=tally.cut,
+        good=tally.good,
+        whole=not tally.cut + tally.split,
+        prompts=tally.prompts,
+        lines=lines,
+        warnings=[*tally.warnings()],
+    )
+    yield pa.RecordBatch.from_pylist([], schema=SCHEMA), {FACTS: json.dumps(asdict(facts))}
 
 
 def _chunks(examples: Iterator[tuple[int, Example]], digest: Any) -> Iterator[Any]:

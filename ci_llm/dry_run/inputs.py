@@ -61,7 +61,7 @@ def template(context: CheckContext) -> str:
     longest = (positions_of(context.shape) or sys.maxsize) if context.config.is_open("max_seq_length") else None
     _tokenize_samples(context, tokenizer, wanted, TOY_EVAL_ROWS * context.processes.num_processes, longest)
     if longest is not None:
-        seen = max(examples.longest for examples in context.examples)
+        seen = max(examples.facts.longest for examples in context.examples)
         context.config = context.config.model_copy(update={"max_seq_length": seen})
     each = {id(examples): examples for examples in context.examples}.values()
     if context.config.objective == "grpo":
@@ -79,7 +79,7 @@ def _description(context: CheckContext, wanted: int, rows: Rows, examples: Token
     source, *lines = examples.description[len(rows.description) :]
     number = wanted if wanted < len(rows) else "all"
     source = naming_template(source, context.config.chat_template)
-    return [f"{source}; of {number} rows:", *lines, *examples.warnings]
+    return [f"{source}; of {number} rows:", *lines, *examples.facts.warnings]
 
 
 def _tokenizer(context: CheckContext) -> PreTrainedTokenizerBase:

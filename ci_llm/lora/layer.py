@@ -21,11 +21,8 @@ from ci_llm.lora.products import (
     LowRank,
     Owned,
     Stack,
-    add_low_rank,
-    dense,
     inputs_of,
     joined,
-    product,
     with_adapters,
 )
 from ci_llm.lora.reading import Casts, InputDropout, Reading, compute_dtype
@@ -150,13 +147,10 @@ class AdaptedLinear(nn.Module):
     def _at_rest(self, x: Tensor, weight: Any, dtype: torch.dtype) -> Tensor:
         """The fast forward pass for inference, for every token of a decoder: each operator and look-up counts."""
         reading, base = self.reading, self.base_layer
-        cast, packed = x if x.dtype == dtype else self.casts.input(x, dtype), reading.packed.get(self)
+        rows = (x if x.dtype == dtype else self.casts.input(x, dtype)).reshape(-1, self.in_features)
+        weight = reading.packed.get(self, weight)
         bias: Any = base.bias
-        bias = None if bias is None else bias.to(dtype)
-        cast = cast.reshape(-1, self.in_features)
-        y = product(cast, dense(weight, dtype) if packed is None else packed, bias, by_onednn=reading.by_onednn)
-        for stack, rows in self.owned(len(cast)):
-            add_low_rank(stack.of(y[rows]), stack.of(cast[rows]), *stack.effective(dtype), stack.scaling)
+        y, _ = with_adapters(rows, None, weight, bias, self.owned(len(rows)), reading.by_onednn)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _beside(self, base: nn.Module, x: Tensor, owned: Owned) -> Tensor:

@@ -63,9 +63,7 @@ def agrees_by_norm(found: Tensor, wanted: Tensor, limit: float) -> bool:
 
 def dtypes_of(model: PreTrainedModel, logits: Tensor) -> list[torch.dtype]:
     """The dtypes in which the logits were computed, including autocast's if it is on."""
-    kind = logits.device.type
-    autocast = [torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else []
-    return [logits.dtype, model.dtype, *autocast]
+    return [logits.dtype, model.dtype, compute_dtype(logits)]
 
 
 def describe_error(error: Exception) -> str:
@@ -257,10 +255,8 @@ def target_log_probs(states: Tensor, targets: Tensor, head: Head, of_chunk: OfCh
     Returns:
         [K, S] in nats, differentiable in `states`; fp32, or fp64 for states in fp64.
     """
-    device = states.device.type
-    if torch.is_autocast_enabled(device):
-        states = states.to(torch.get_autocast_dtype(device))
-    with torch.autocast(device, enabled=False):
+    states = states.to(compute_dtype(states))
+    with torch.autocast(states.device.type, enabled=False):
         return _TargetLogProbs.apply(states, targets, head, of_chunk)  # type: ignore[no-any-return]
 
 

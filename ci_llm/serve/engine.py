@@ -181,10 +181,7 @@ class TextJob(Job):
         confidence = math.exp(sum(each.log_probability for each in chosen))
         agents = len(crowd.names) if self.call.who is None else int(self.call.who >= 0)
         said = about(confidence, agents, right_by(crowd, self.call), own.minimum_confidence, sure)
-        if said["abstained"]:
-            self.pieces.clear()
-            self.lines.clear()
-        if self.pieces or self.lines:
+        if not said["abstained"] and (self.pieces or self.lines):
             self._show()
         reason = "stop" if self.stopped or self.request.finish == "stop" else "length"
         return Ended(reason, len(chosen), said)

@@ -20,13 +20,9 @@ from ci_llm.data.sources import load_rows, recognised
 from ci_llm.data.units import are_numbers
 from ci_llm.errors import BadInput, DataError
 from ci_llm.run.start.loading import objective_by_rows
+from tests.data.test_units import said
 
 Json = dict[str, Any]
-
-
-def said(*turns: str) -> list[Json]:
-    roles = {"u": "user", "a": "assistant", "s": "system"}
-    return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
 
 
 def chat(*turns: str, begin: int = 0) -> Chat:

@@ -203,12 +203,6 @@ def test_a_name_like_a_pattern_means_itself(tmp_path: Path) -> None:
     assert list(rows) == [Completion(None, "one")]
 
 
-def test_text_files_are_read_line_by_line(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\ntwo\n")
-    rows = load_rows(Config(dataset_name=str(tmp_path / "a.txt"), eval_split="train"), "train")
-    assert list(rows) == [Completion(None, "one"), Completion(None, "two")]
-
-
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "values",
@@ -821,12 +815,6 @@ def test_a_copy_of_a_data_set_of_the_hub_is_opened_as_the_hub_opens_it(tmp_path:
     assert list(found) == EXPECTED
     assert not any("dataset_subset" in line for line in found.description)
     assert len(load_rows(Config(dataset_name=str(copy)), "train")) == len(ROWS) + 1
-
-
-def test_columns_that_are_not_used_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("question,level,answer,id\nq,c,a,1\nq,c,a,2\n")
-    rows = load_rows(Config(dataset_name=str(tmp_path / "a.csv"), val_set_size=0), "train")
-    assert "columns that are not used: level, id" in rows.description
 
 
 def test_the_line_of_broken_json_is_named(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_rows_are_cut_left_out_and_counted(tokenizer: PreTrainedTokenizerBase, t
     lines = "\n".join(found.description)
     assert "5 rows of question + answer from here" in lines
     assert "1 rows cut at max_seq_length 40: 89 of 168 tokens are never seen; the longest row has 226" in "\n".join(
-        found.warnings
+        found.facts.warnings
     )
     assert "left out: 2 of 5 rows: 1 without an answer, 1 whose answer begins after max_seq_length 40" in lines
     count = sum(len(example.input_ids) for example in found)
@@ -355,11 +355,11 @@ def test_what_a_template_leaves_out_is_told(tmp_path: Path) -> None:
     thinking = {"role": "assistant", "content": "2.", "reasoning_content": "one more"}
     chats = [{"messages": [{"role": "user", "content": "1 + 1?"}, thinking]}]
     found = tokenize(rows(chats), tokenizer, max_seq_length=500, cache_folder=tmp_path)
-    assert "the chat template leaves out the thoughts of 1 chats" in found.warnings
+    assert "the chat template leaves out the thoughts of 1 chats" in found.facts.warnings
     assert any(
         line.startswith("the prompt of the chat template opens a thought, and 1 answers") for line in found.description
     )
-    assert found.prompts == "chat without thoughts"
+    assert found.facts.prompts == "chat without thoughts"
     ids = Prompter(tokenizer, "chat without thoughts").ids("1 + 1?")
     assert ids == found[0].input_ids[: len(ids)].tolist()
 
@@ -384,14 +384,14 @@ def test_doubtful_templates_are_warned_about(tmp_path: Path) -> None:
     words = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)
     turns = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
     long = tokenize(rows([{"messages": turns}]), words, max_seq_length=500, cache_folder=tmp_path)
-    assert any(line.startswith("1 chats have several turns") for line in long.warnings)
+    assert any(line.startswith("1 chats have several turns") for line in long.facts.warnings)
     words.chat_template = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
     endless = tokenize(rows(), words, max_seq_length=500, cache_folder=tmp_path)
-    assert any("the end of turn is not learned in 4 chats: '<|end|>" in line for line in endless.warnings)
+    assert any("the end of turn is not learned in 4 chats: '<|end|>" in line for line in endless.facts.warnings)
     usual = tokenize(
         rows(), AutoTokenizer.from_pretrained(embedded.BASE_FOLDER), max_seq_length=500, cache_folder=tmp_path
     )
-    assert usual.warnings == []
+    assert usual.facts.warnings == []
 
 
 def test_a_row_of_foreign_tokens_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
@@ -461,9 +461,9 @@ def test_a_long_text_is_cut_into_blocks_that_together_teach_all_of_it_once(
         assert all(2 <= len(block.input_ids) <= 16 for block in blocks)
         assert all(block.supervised.tolist() == [False] + [True] * (len(block.input_ids) - 1) for block in blocks)
         assert [tokenizer.eos_token_id in block.input_ids for block in blocks] == [False] * (len(blocks) - 1) + [True]
-    assert found.num_targets == whole.num_targets
-    assert (found.num_cut, found.longest, found.whole_below(16)) == (0, 16, 16)
-    assert (whole.longest, whole.whole_below(500), whole.num_tokens) == (
+    assert found.facts.targets == whole.facts.targets
+    assert (found.facts.cut, found.facts.longest, found.whole_below(16)) == (0, 16, 16)
+    assert (whole.facts.longest, whole.whole_below(500), whole.facts.tokens) == (
         max(map(length, whole)),
         501,
         sum(map(length, whole)),
@@ -485,12 +485,12 @@ def test_the_last_block_is_never_a_token_alone(extra: int, tokenizer: PreTrained
     whole = tokenize(rows(text), tokenizer, max_seq_length=500, cache_folder=tmp_path)
     found = tokenize(rows(text), tokenizer, max_seq_length=16, cache_folder=tmp_path)
     assert len(found) == -(-(length(whole[0]) - 1) // 15)
-    assert found.num_targets == whole.num_targets
+    assert found.facts.targets == whole.facts.targets
 
 
 def test_other_long_rows_are_cut_with_a_message(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     chats = [{"question": "What?", "answer": row["text"]} for row in TEXTS]
     whole, cut = (tokenize(rows(chats), tokenizer, max_seq_length=limit, cache_folder=tmp_path) for limit in (500, 40))
     assert [length(example) for example in cut] == [min(40, length(example)) for example in whole]
-    (told,) = cut.warnings
-    assert f"{cut.num_cut} rows cut at max_seq_length 40: {whole.num_tokens - cut.num_tokens} of" in told
+    (told,) = cut.facts.warnings
+    assert f"{cut.facts.cut} rows cut at max_seq_length 40: {whole.facts.tokens - cut.facts.tokens} of" in told

@@ -185,10 +185,10 @@ def test_pairs_that_teach_nothing_are_left_out_and_counted(tmp_path: Path) -> No
 def test_both_answers_of_a_long_pair_are_cut_or_it_is_left_out(tmp_path: Path) -> None:
     long = {"prompt": "What?\n", "chosen": "good " * 9, "rejected": "bad"}
     whole = tokens_of(tmp_path, long)
-    limit = whole.longest - 3
+    limit = whole.facts.longest - 3
     cut = tokens_of(tmp_path, TEXTS, long, max_seq_length=limit)
     assert max(len(branch.input_ids) for branch in cut[1].branches) == limit  # type: ignore[attr-defined]
-    assert cut.num_cut == 1
+    assert cut.facts.cut == 1
     # A prompt that leaves no place for an answer: the pair goes, and nothing is divided by the length of nothing.
     far = {"prompt": "What then? " * 9, "chosen": "a", "rejected": "b"}
     assert len(tokens_of(tmp_path, TEXTS, far, max_seq_length=20)) == 1

@@ -142,7 +142,7 @@ def completion_length(config: Config, each: Sequence[TokenizedRows], positions: 
     Raises:
         DataError: the longest prompt leaves no position for a completion.
     """
-    longest = max(own.longest for own in each)
+    longest = max(own.facts.longest for own in each)
     free = LONGEST_COMPLETION if positions is None else positions - longest
     if free < 1:
         raise DataError(
@@ -237,7 +237,7 @@ def _narrowed(
             settled["eval_samples"] = max(LEAST, min(samples - 1, samples * allowed // taken))
             return True
     if "max_seq_length" in settled:
-        longest = max(own.longest for own in (*rows, *eval_rows))
+        longest = max(own.facts.longest for own in (*rows, *eval_rows))
         settled["max_seq_length"] = before.max_seq_length if before else longest
         return longest > int(settled["max_seq_length"])
     return False
@@ -263,7 +263,7 @@ def training_rows(config: Config, each: Sequence[TokenizedRows]) -> list[Tokeniz
 
 def common_form(config: Config, each: Sequence[TokenizedRows]) -> PromptForm:
     """The form in which the crowd words a prompt; if the rows of agents differ in it, that of the first agent."""
-    forms = [own.prompts or form_of(own.rows) for own in each]
+    forms = [own.facts.prompts or form_of(own.rows) for own in each]
     if len({*forms}) > 1:
         others = [name for name, form in zip(config.agent_names, forms, strict=True) if form != forms[0]]
         logger.warning(
@@ -282,7 +282,7 @@ def describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: Eval
             logger.info(f"data      {', '.join(names)}:")
         for line in rows.description:
             logger.info(f"data      {naming_template(line, config.chat_template)}")
-        for line in rows.warnings:
+        for line in rows.facts.warnings:
             logger.warning(f"data      {line}")
     for evaluated in eval_rows.sets:
         logger.info(f"data      to evaluate on: {_source(evaluated)}")
@@ -303,7 +303,7 @@ def choice_by_test_rows(chosen: str, evaluated: Sequence[TokenizedRows]) -> str 
 def _source(found: TokenizedRows) -> str:
     """The number, form and source of the rows, in one line."""
     left_out = f", {missing} left out" if (missing := len(found.rows) - len({*found.row_numbers})) else ""
-    cut = f", {found.num_cut} cut at max_seq_length" if found.num_cut else ""
+    cut = f", {found.facts.cut} cut at max_seq_length" if found.facts.cut else ""
     return f"{count(len(found), 'row')} of {found.rows.form.name} from {found.rows.where}{left_out}{cut}"
 
 
@@ -367,9 +367,9 @@ def require_both_classes(rows: TokenizedRows) -> None:
     Raises:
         DataError: all rows have one label.
     """
-    if rows.num_good in (0, len(rows)):
+    if rows.facts.good in (0, len(rows)):
         raise DataError(
-            f"all {len(rows)} rows are {'good' if rows.num_good else 'bad'}: nothing tells one from the other",
+            f"all {len(rows)} rows are {'good' if rows.facts.good else 'bad'}: nothing tells one from the other",
             where=f"{rows.rows.where}, label",
             hint="give rows of both kinds; answers that are all good are learned by objective=sft",
         )
@@ -412,10 +412,10 @@ def tokens_of_evaluation(config: Config, each: Sequence[TokenizedRows], rows_per
         each: the training rows of every agent.
     """
     steps = steps_of(config, [len(own) for own in each], rows_per_step)
-    read = sum(steps / -(-len(own) // rows_per_step) * own.num_tokens for own in each) / len(each)
+    read = sum(steps / -(-len(own) // rows_per_step) * own.facts.tokens for own in each) / len(each)
     return int(read) // (RATIO * _evaluations(config, steps))
 
 
 def num_tokens(each: Sequence[TokenizedRows]) -> int:
     """Tokens of all data sets."""
-    return sum(rows.num_tokens for rows in {id(rows): rows for rows in each}.values())
+    return sum(rows.facts.tokens for rows in {id(rows): rows for rows in each}.values())

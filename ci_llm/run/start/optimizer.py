@@ -20,10 +20,7 @@ def optimizer_of(config: Config, crowd: Crowd) -> torch.optim.Optimizer:
 
 def optimizer_groups(crowd: Crowd) -> list[dict[str, Any]]:
     """The optimizer's parameter groups, one per agent."""
-    return [
-        {"params": [agent.weights], "lr": agent.training.learning_rate(0), "weight_decay": agent.training.weight_decay}
-        for agent in crowd.agents
-    ]
+    return [agent.optimizer_group for agent in crowd.agents]
 
 
 def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
