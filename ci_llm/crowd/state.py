@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import META
-from ci_llm.crowd.model import CrowdModel
 from ci_llm.lora.settings import SHAPE, LoraSettings
 
 
-def state_of(crowd: CrowdModel, fingerprint: str, **facts: Any) -> dict[str, Any]:
+def state_of(crowd: Crowd, fingerprint: str, **facts: Any) -> dict[str, Any]:
     """Every agent in PEFT's layout, and the description of the crowd under META.
 
     Args:
@@ -33,7 +33,7 @@ def shape_of(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def load_state(crowd: CrowdModel, state: Mapping[str, Any], where: str) -> None:
+def load_state(crowd: Crowd, state: Mapping[str, Any], where: str) -> None:
     """Give the agents their weights.
 
     Args:
