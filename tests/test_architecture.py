@@ -288,7 +288,7 @@ CAPS = {
     "distributed": 654,
     "dry_run": 800,
     "embedded": 156,
-    "evaluation": 755,
+    "evaluation": 759,
     "files": 434,
     "integrations": 717,
     "logs": 964,

@@ -217,6 +217,10 @@ def load(request: Request, checkpoint: Path | None) -> Job:
         raise BadInput(
             what, where=f"objective={request.keys['objective']}", hint="give module:name as its config.yaml has it"
         )
+    if "rewards" in request.keys and (trained is None or trained.objective != "grpo"):
+        what = "rewards judge the answers of agents that learned by rewards, and these did not"
+        hint = "leave it out: their answers are compared with those of the rows"
+        raise BadInput(what, where=f"rewards={','.join(request.keys['rewards'] or ())}", hint=hint)
     config, rows = open_rows(trained, request)
     rows = _counting_copies(rows, trained)
     saved = open_base(request.run) if checkpoint is None else open_pretrained(checkpoint, base_model=request.base_model)

@@ -363,6 +363,7 @@ def test_an_evaluation_that_does_not_fit_continues_in_smaller_batches(
         (["--agents-per-prompt", "2"], "leave it out: all agents answer"),
         (["more"], "'more' is neither an option nor key=value"),
         (["learning_rate=1"], "learning_rate cannot be changed for an evaluation"),
+        (["rewards=final_number"], "rewards judge the answers of agents that learned by rewards, and these did not"),
         (["agregator=logit"], "agregator is not a key"),
         (["--data", "missing.jsonl"], "the data set does not exist\n  where: --data: "),
         ([], "does not say which rows it is evaluated on"),
