@@ -143,11 +143,10 @@ def _answered(
         for at in range(0, len(prompts), _AT_A_TIME):
             part = prompts[at : at + _AT_A_TIME]
             found = crowd.generate_ids(part, decoding, include_agents=True, uncertainty=True)
-            own, own_tokens = found.agents[start], found.agents_tokens[start]
-            both = zip(part, found.crowd, found.tokens, own, own_tokens, strict=True)
-            for prompt, text, tokens, own_text, numbers in both:
-                if len(tokens) > len(text) and len(numbers) > len(own_text):
-                    yield continuation(prompt, [*text, end]), continuation(prompt, [*own_text, end])
+            for prompt, each in zip(part, found, strict=True):
+                own = each.agents[start]
+                if len(each.tokens) > len(each.text) and len(each.agents_tokens[start]) > len(own):
+                    yield continuation(prompt, [*each.text, end]), continuation(prompt, [*own, end])
             shown.advance_to(at + len(part))
 
 

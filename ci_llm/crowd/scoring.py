@@ -509,9 +509,9 @@ def answer_questions(
     for generated in written:
         number = next(of)
         if is_one:
-            generated = replace(generated, agents=[generated.crowd], agents_tokens=[generated.tokens])
-        everyones = [tokens for [tokens] in (*generated.agents_tokens, generated.tokens)] if uncertainty else []
-        *agents, together = [prompter.text(ids) for [ids] in (*generated.agents, generated.crowd)]
+            generated = replace(generated, agents=[generated.text], agents_tokens=[generated.tokens])
+        everyones = [*generated.agents_tokens, generated.tokens] if uncertainty else []
+        *agents, together = [prompter.text(ids) for ids in (*generated.agents, generated.text)]
         *own, crowds = map(questions.read, (*agents, together))
         wanted_answer = questions.answers[number]
         right = [answer == wanted_answer != "" for answer in (*own, crowds, voted(own, crowds))]

@@ -153,8 +153,8 @@ def test_every_generated_answer_is_scored(crowd: Crowd, prompter: Prompter) -> N
     assert scores is not None
     assert scores.right.shape == (K + 2, 12)
     for number, prompt in enumerate(test.prompts):
-        generated = crowd.generate_ids([prompt], decoding, include_agents=True)
-        texts = [prompter.text(ids) for ids in (*(line[0] for line in generated.agents), generated.crowd[0])]
+        [generated] = crowd.generate_ids([prompt], decoding, include_agents=True)
+        texts = [prompter.text(ids) for ids in (*generated.agents, generated.text)]
         *agents, together = (final_answer(text, "marked") for text in texts)
         lines = [*agents, together, voted(agents, together)]
         assert scores.right[:, number].tolist() == [line == test.answers[number] for line in lines]
