@@ -186,15 +186,12 @@ class Export:
         """Refuse a form in which these agents cannot be written.
 
         Raises:
-            ModelError: they have heads, or are several.
+            ModelError: they have heads, or llama.cpp's layout of this base is not known.
         """
-        where = "--into-base" if into_base else "--format gguf"
         if (into_base or as_gguf) and self.saved.settings.outputs:
             what = "agents with heads are neither merged into the base nor made a GGUF file"
+            where = "--into-base" if into_base else "--format gguf"
             raise ModelError(what, where=where, hint="export them as PEFT folders")
-        if (into_base or as_gguf) and self.adapter is None:
-            what = "one adapter can be merged into the base or be a GGUF file, and not a crowd"
-            raise ModelError(what, where=where, hint="give an agent or a merge")
         if as_gguf:
             require_convertible(self.saved.base.model.config)
 
@@ -219,8 +216,7 @@ class Export:
             `scores`, and with `into_base` also those of the written folder.
 
         Raises:
-            ModelError: `target` exists; `into_base` or `as_gguf` is given for more than one adapter or for heads; or
-                llama.cpp's layout of this base is not known.
+            ModelError: `target` exists, or `require_form` refuses the form.
             CheckpointError: it cannot be written.
         """
         require_free(target)
@@ -228,6 +224,8 @@ class Export:
         if self.saved.settings.outputs:
             _require_same_scores(self.saved)
         if self.adapter is None:
+            assert not into_base, "the form of one adapter"
+            assert not as_gguf, "the form of one adapter"
             self._write_agents(target, scores)
             return scores
         of_base = Path(self.gguf_base or "base.gguf").name
