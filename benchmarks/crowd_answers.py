@@ -18,11 +18,12 @@ from transformers import PreTrainedTokenizerBase
 from ci_llm.base.gguf import gguf_file, plain_folder
 from ci_llm.base.load import load_base
 from ci_llm.config import Config, load_config, parse_config
+from ci_llm.crowd.adapter_files import Adapter, settings_of
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.distilling import distil
 from ci_llm.crowd.judging import calibration_error
-from ci_llm.crowd.merging import Adapter, Distillation, merge_of, merged, settings_of
+from ci_llm.crowd.merging import Distillation, merge_of, merged
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.sources import load_rows

@@ -170,8 +170,9 @@ def compare(folder: str) -> str:
             slope = (slope.T if isinstance(twin.get_submodule(name), Conv1D) else slope) * module.stacks[0].scaling
             for own, wanted in ((a, b.T @ slope), (b, slope @ a.T)):
                 assert _near(own.grad, wanted.detach()), f"the gradient of {name} differs"
-    generated = crowd.generate_ids(PROMPTS, Decoding(max_new_tokens=NEW_TOKENS), include_agents=True).agents
-    wanted_texts = [[_continued(twin, prompt) for prompt in PROMPTS] for twin in twins]
+    found = crowd.generate_ids(PROMPTS, Decoding(max_new_tokens=NEW_TOKENS), include_agents=True)
+    generated = [each.agents for each in found]
+    wanted_texts = [[_continued(twin, prompt) for twin in twins] for prompt in PROMPTS]
     assert generated == wanted_texts, f"agents generate {generated}, full passes {wanted_texts}"
     in_peft = _in_peft(untouched, crowd, folder, batch, losses[0])
     return ("packed" if reason is None else f"padded: {reason}") + in_peft

@@ -155,7 +155,7 @@ def texts(crowd: CrowdModel, prompts: Sequence[Prompt], options: Decoding, batch
         found = answers(crowd, prompts, options, batch_size, include_agents=False)
         return ["" if answer.abstained else answer.answer for answer in found]
     asking = _Asking(crowd, prompts, options, batch_size)
-    return [text for found in asking.generated(asking.places) for text in asking.texts(found.crowd)]
+    return asking.texts(found.text for found in asking.generated(asking.places))
 
 
 def answers(
@@ -189,7 +189,7 @@ def stream(crowd: CrowdModel, prompt: Prompt, options: Decoding) -> Stream[Answe
             return answer
         text = TextSoFar(asking.prompter.tokenizer, options.stop_strings, emit)
         (found,) = asking.generated(asking.places, uncertainty=True, is_over=text.update)
-        text.finish(found.crowd[0])
+        text.finish(found.text)
         return asking.answer(0, found)
 
     kind = crowd.device.type
@@ -401,8 +401,8 @@ class _Asking:
 
     def answer(self, place: int, found: Generated) -> Answer:
         """The answer to the prompt at this place."""
-        [ids], [tokens], options = found.crowd, found.tokens, self.options
-        text, *agents = self.texts([ids, *(own for [own] in found.agents)])
+        ids, tokens, options = found.text, found.tokens, self.options
+        text, *agents = self.texts([ids, *found.agents])
         right = calibrated(self.crowd.calibration, options.aggregator)
         probability = None if right is None else right(signals(tokens))
         return Answer(
@@ -489,7 +489,7 @@ def continued(crowd: CrowdModel, batch: TokenBatch, options: Decoding, batch_siz
     if rows:
         free_positions(crowd.model, rows)
     found = generation.generate_each(crowd, enumerate(rows), generation.Wanted(options), batch_size)
-    ids = [torch.tensor(each.crowd[0], dtype=torch.long) for each in found]
+    ids = [torch.tensor(each.text, dtype=torch.long) for each in found]
     return pad_sequence(ids, batch_first=True, padding_value=crowd.pad_id) if ids else torch.zeros(0, 0).long()
 
 

@@ -11,7 +11,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from ci_llm.crowd.aggregators import AGGREGATORS, Learned, aggregate, is_mean
 from ci_llm.crowd.answers import TokenUncertainty, token_uncertainty
 from ci_llm.errors import BadInput, DataError, ModelError
 
-T = TypeVar("T")
 TokenIds = Sequence[int]
 #: In place of an agent's number: the crowd, all agents together.
 CROWD: Final = None
@@ -193,38 +192,23 @@ class Request:
 
 @dataclass(frozen=True)
 class Generated:
-    """The texts after each of B prompts, as token ids without the end.
+    """The texts after one prompt, as token ids without the end.
 
     Attributes:
-        crowd: [B] texts of the crowd; empty before a vote.
-        agents: [K][B] greedy texts of each agent alone; empty without `include_agents`.
-        tokens: [B] how sure the crowd was of every token of its text, and of the end if it chose one; empty without
+        text: the text of the crowd; empty before a vote.
+        agents: [K] greedy texts of each agent alone; empty without `include_agents`.
+        tokens: how sure the crowd was of every token of its text, and of the end if it chose one; empty without
             `uncertainty`.
-        agents_tokens: [K][B] how sure each agent was of its own text; empty without both.
-        voters: the texts that the crowd votes on, including their ends: [K][B], or [K·n][B] of which agent 0 has drawn
-            the first n; empty without a vote.
+        agents_tokens: [K] how sure each agent was of its own text; empty without both.
+        voters: the texts that the crowd votes on, including their ends: [K], or [K·n] of which agent 0 has drawn the
+            first n; empty without a vote.
     """
 
-    crowd: list[list[int]]
-    agents: list[list[list[int]]]
-    tokens: list[list[TokenUncertainty]] = field(default_factory=list)
-    agents_tokens: list[list[list[TokenUncertainty]]] = field(default_factory=list)
-    voters: list[list[list[int]]] = field(default_factory=list)
-
-    @classmethod
-    def joined(cls, parts: Sequence[Generated]) -> Generated:
-        """The texts of all parts, in order; every part has the same agents."""
-
-        def of_each(lists: Iterable[list[list[T]]]) -> list[list[T]]:
-            return [[text for part in each for text in part] for each in zip(*lists, strict=True)]
-
-        return cls(
-            crowd=[text for part in parts for text in part.crowd],
-            agents=of_each(part.agents for part in parts),
-            tokens=[tokens for part in parts for tokens in part.tokens],
-            agents_tokens=of_each(part.agents_tokens for part in parts),
-            voters=of_each(part.voters for part in parts),
-        )
+    text: list[int]
+    agents: list[list[int]]
+    tokens: list[TokenUncertainty] = field(default_factory=list)
+    agents_tokens: list[list[TokenUncertainty]] = field(default_factory=list)
+    voters: list[list[int]] = field(default_factory=list)
 
 
 def num_positions(model: PreTrainedModel) -> int:

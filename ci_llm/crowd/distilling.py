@@ -24,12 +24,13 @@ from ci_llm.base.targets import text_model
 from ci_llm.config import Config
 from ci_llm.core.determinism import generator_for
 from ci_llm.core.work import working
+from ci_llm.crowd.adapter_files import Adapter
 from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.asking import ends_of_answers
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding, TokenIds, num_positions
 from ci_llm.crowd.generation import continuation
-from ci_llm.crowd.merging import Adapter, Distillation
+from ci_llm.crowd.merging import Distillation
 from ci_llm.crowd.pretrained import Pretrained
 from ci_llm.data.batches import Batch, Packable, pack, padded
 from ci_llm.data.encoder import Example
@@ -142,11 +143,10 @@ def _answered(
         for at in range(0, len(prompts), _AT_A_TIME):
             part = prompts[at : at + _AT_A_TIME]
             found = crowd.generate_ids(part, decoding, include_agents=True, uncertainty=True)
-            own, own_tokens = found.agents[start], found.agents_tokens[start]
-            both = zip(part, found.crowd, found.tokens, own, own_tokens, strict=True)
-            for prompt, text, tokens, own_text, numbers in both:
-                if len(tokens) > len(text) and len(numbers) > len(own_text):
-                    yield continuation(prompt, [*text, end]), continuation(prompt, [*own_text, end])
+            for prompt, each in zip(part, found, strict=True):
+                own = each.agents[start]
+                if len(each.tokens) > len(each.text) and len(each.agents_tokens[start]) > len(own):
+                    yield continuation(prompt, [*each.text, end]), continuation(prompt, [*own, end])
             shown.advance_to(at + len(part))
 
 

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,10 +12,8 @@ from statistics import fmean
 from typing import Any, Final
 
 import numpy as np
-import safetensors.torch
 import torch
-from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ci_llm.base.gguf import gguf_file
 from ci_llm.base.load import auto_class, load_architecture, load_base, stored_dtype
@@ -25,11 +21,12 @@ from ci_llm.base.quantized import stored_quantization
 from ci_llm.config import Config
 from ci_llm.core.durable import new_folder, write_new
 from ci_llm.core.measures import measures_of
+from ci_llm.crowd.adapter_files import Adapter, require_convertible, settings_of, write_gguf_adapter
 from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.card import ADAPTER, MODELFILE, CardFacts, Kind, adapter_card, crowd_card, public_name
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.distilling import CONTROL, distil
-from ci_llm.crowd.merging import DISTILLED, Adapter, Distillation, Merge, merge_into_base, merged, settings_of
+from ci_llm.crowd.merging import DISTILLED, Distillation, Merge, merge_into_base, merged
 from ci_llm.crowd.pretrained import (
     Pretrained,
     class_names,
@@ -189,15 +186,12 @@ class Export:
         """Refuse a form in which these agents cannot be written.
 
         Raises:
-            ModelError: they have heads, or are several.
+            ModelError: they have heads, or llama.cpp's layout of this base is not known.
         """
-        where = "--into-base" if into_base else "--format gguf"
         if (into_base or as_gguf) and self.saved.settings.outputs:
             what = "agents with heads are neither merged into the base nor made a GGUF file"
+            where = "--into-base" if into_base else "--format gguf"
             raise ModelError(what, where=where, hint="export them as PEFT folders")
-        if (into_base or as_gguf) and self.adapter is None:
-            what = "one adapter can be merged into the base or be a GGUF file, and not a crowd"
-            raise ModelError(what, where=where, hint="give an agent or a merge")
         if as_gguf:
             require_convertible(self.saved.base.model.config)
 
@@ -222,8 +216,7 @@ class Export:
             `scores`, and with `into_base` also those of the written folder.
 
         Raises:
-            ModelError: `target` exists; `into_base` or `as_gguf` is given for more than one adapter or for heads; or
-                llama.cpp's layout of this base is not known.
+            ModelError: `target` exists, or `require_form` refuses the form.
             CheckpointError: it cannot be written.
         """
         require_free(target)
@@ -231,13 +224,15 @@ class Export:
         if self.saved.settings.outputs:
             _require_same_scores(self.saved)
         if self.adapter is None:
+            assert not into_base, "the form of one adapter"
+            assert not as_gguf, "the form of one adapter"
             self._write_agents(target, scores)
             return scores
         of_base = Path(self.gguf_base or "base.gguf").name
         if as_gguf:
             files = {MODELFILE: f"FROM ./{of_base}\nADAPTER ./{ADAPTER}\n".encode()}
         else:
-            files = tokenizer_files(self.saved.prompter.tokenizer) | ({} if into_base else _peft_files(self.adapter))
+            files = tokenizer_files(self.saved.prompter.tokenizer) | ({} if into_base else self.adapter.files())
         try:
             with new_folder(target) as draft:
                 for name, data in files.items():
@@ -444,99 +439,3 @@ def _distilled(saved: Pretrained, how: Distillation) -> Export:
     title = f"{saved.settings.num_agents} LoRA agents distilled into one"
     what = f"This LoRA adapter of rank {student.rank} learned the distributions of {saved.settings.num_agents} agents."
     return Export(saved, DISTILLED, student, title, what, {CONTROL: control})
-
-
-def _peft_files(adapter: Adapter) -> dict[str, bytes]:
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
-    return {
-        "adapter_config.json": json.dumps(dict(adapter.config), indent=2).encode(),
-        "adapter_model.safetensors": safetensors.torch.save(tensors, {"format": "pt"}),
-    }
-
-
-# The form of llama.cpp and Ollama
-
-#: Architectures whose linear layers llama.cpp's converter keeps as they are.
-_AS_THEY_ARE: Final = frozenset(
-    {"cohere", "gemma", "gemma2", "gemma3_text", "olmo2", "phi3", "qwen2", "qwen3", "starcoder2"}
-)
-#: Architectures whose rows of queries and keys the converter reorders, from halves of a head to pairs.
-_IN_PAIRS: Final = frozenset({"granite", "llama", "mistral", "smollm3"})
-#: llama.cpp's names of architectures where they differ from those of Transformers.
-_NAMES: Final = {"cohere": "command-r", "gemma3_text": "gemma3", "mistral": "llama"}
-
-
-def require_convertible(config: PreTrainedConfig) -> str:
-    """llama.cpp's name of the base's architecture. Raises ModelError if its layout of the weights is not known here."""
-    kind: str = config.model_type
-    known = _AS_THEY_ARE | _IN_PAIRS
-    if kind not in known:
-        raise ModelError(
-            f"how llama.cpp orders the weights of {kind!r} is not known",
-            where="--format gguf",
-            hint=f"it is known of {', '.join(sorted(known))}; for others, --into-base writes"
-            " a folder that llama.cpp's convert_hf_to_gguf.py reads",
-        )
-    return _NAMES.get(kind, kind)
-
-
-def write_gguf_adapter(path: Path, adapter: Adapter, config: PreTrainedConfig) -> None:
-    """Write one adapter; its numbers are fp32.
-
-    Args:
-        config: the configuration of the base.
-
-    Raises:
-        ModelError: llama.cpp's layout of the base, or its name of a module, is not known. OSError: the disk refuses.
-    """
-    from gguf import GGUFType, GGUFWriter, Keys
-
-    architecture = require_convertible(config)
-    tensors = _tensors(adapter, config, architecture)
-    writer = GGUFWriter(path, architecture)
-    writer.add_type(GGUFType.ADAPTER)
-    writer.add_string(Keys.Adapter.TYPE, "lora")
-    writer.add_float32(Keys.Adapter.LORA_ALPHA, float(adapter.config["lora_alpha"]))
-    for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor)
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-    finally:
-        writer.close()
-
-
-def _tensors(adapter: Adapter, config: PreTrainedConfig, architecture: str) -> dict[str, np.ndarray]:
-    """The tensors by llama.cpp's names; as it scales by alpha / rank, B takes up PEFT's factor of rsLoRA."""
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-    known = {name: key for key, name in MODEL_ARCH_NAMES.items()}
-    names = get_tensor_name_map(known[architecture], config.num_hidden_layers)
-    heads = config.num_attention_heads
-    in_pairs = {} if config.model_type not in _IN_PAIRS else {"q": heads, "k": config.num_key_value_heads or heads}
-    found: dict[str, np.ndarray] = {}
-    for module in adapter.modules:
-        name = names.get_name(module)
-        if name is None:
-            raise ModelError(
-                f"llama.cpp has no tensor for {module}",
-                where=f"--format gguf, {architecture}",
-                hint="train agents on the projections of attention and feed-forward: lora_target_modules=all-linear",
-            )
-        lower, upper = (factor.float() for factor in adapter.factors(module))
-        if adapter.config.get("use_rslora"):
-            upper = upper * lower.shape[0] ** 0.5
-        if kind := re.search(r"\.attn_([qk])$", name):
-            upper = _paired(upper, in_pairs.get(kind[1]))
-        for half, tensor in (("a", lower), ("b", upper)):
-            found[f"{name}.weight.lora_{half}"] = tensor.contiguous().cpu().numpy()
-    return found
-
-
-def _paired(rows: Tensor, heads: int | None) -> Tensor:
-    """Rows with each head reordered from [first half, second half] to [pair, pair, ...]; unchanged without `heads`."""
-    if heads is None:
-        return rows
-    pairs: Tensor = rows.unflatten(0, (heads, 2, -1)).transpose(1, 2)
-    return pairs.flatten(0, 2)

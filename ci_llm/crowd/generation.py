@@ -87,8 +87,8 @@ def generate_ids(
     *,
     numbers: Sequence[int] | None = None,
     **wanted: Any,
-) -> Generated:
-    """Continue every prompt by the crowd, and on request also by each agent alone, all at the same time.
+) -> list[Generated]:
+    """Continue each of B prompts by the crowd, and on request also by each agent alone, all at the same time.
 
     A text ends at the latest when it has used up the base's positions.
 
@@ -104,9 +104,9 @@ def generate_ids(
     """
     asked = list(zip(numbers or range(len(prompts)), prompts, strict=True))
     if not asked:
-        return Generated([], [])
+        return []
     free_positions(crowd.model, prompts, numbers)
-    return Generated.joined(list(generate_each(crowd, asked, Wanted(decoding, **wanted), len(asked))))
+    return list(generate_each(crowd, asked, Wanted(decoding, **wanted), len(asked)))
 
 
 def generate_each(
@@ -136,10 +136,9 @@ def generate_each(
         except Exception as error:  # families raise errors of every kind for what they do not support
             raise unusable_base(crowd.model, crowd.base_name, f"cannot generate ({describe_error(error)})") from error
         if generated.voters:
-            voters, how = [text for [text] in generated.voters], wanted.decoding
-            text, sure = elect(crowd, prompt, voters, how.aggregator, wanted.answers_of or _reading(crowd.prompter))
-            text = [token for token in text if token not in how.ends]
-            generated = replace(generated, crowd=[text], tokens=[sure])
+            how, read = wanted.decoding, wanted.answers_of or _reading(crowd.prompter)
+            text, sure = elect(crowd, prompt, generated.voters, how.aggregator, read)
+            generated = replace(generated, text=[token for token in text if token not in how.ends], tokens=sure)
         yield generated
 
 
@@ -207,22 +206,21 @@ def requests_of(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted
 def _generated(crowd: CrowdModel, requests: Sequence[Request], wanted: Wanted) -> Generated:
     """The texts of one prompt from its requests, which have the order of `requests_of`."""
     vote, count = find_vote(wanted.decoding.aggregator), crowd.num_agents if wanted.agent is None else 1
-    sure = [request.sure for request in requests]
-    for request, tokens in zip(requests, sure, strict=True):
-        if request.error is not None:
-            if request.who == wanted.agent:  # the text that was asked for
-                raise request.error
-            tokens.append(_NOT_SURE)
+    sure = list[list[TokenUncertainty]]()
+    for request in requests:
+        if request.error is not None and request.who == wanted.agent:  # the text that was asked for
+            raise request.error
+        sure.append(request.sure if request.error is None else [*request.sure, _NOT_SURE])
     first = 0 if vote else 1
     own = slice(first, first + count if wanted.include_agents or (vote and not vote.samples) else first)
     voters = [] if vote is None else requests[own.stop :] if vote.samples else requests[own]
     shown = own if wanted.include_agents else slice(0)
     return Generated(
-        [request.text for request in requests[:first]],
-        [[request.text] for request in requests[shown]],
-        sure[:first] if wanted.uncertainty else [],
-        [[tokens] for tokens in sure[shown]] if wanted.uncertainty else [],
-        [[request.tokens] for request in voters],
+        [] if vote else requests[0].text,
+        [request.text for request in requests[shown]],
+        [] if vote or not wanted.uncertainty else sure[0],
+        sure[shown] if wanted.uncertainty else [],
+        [request.tokens for request in voters],
     )
 
 

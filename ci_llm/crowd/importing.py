@@ -1,41 +1,25 @@
-"""Adapters of other programs and of the first CI-LLM as agents: read from a folder, for a run or for a saved crowd.
+"""Adapters of other programs become agents: a run starts from them (`init_from`), or a checkpoint is made of them.
 
-    adapter_config.json, adapter_model.safetensors     PEFT; or adapter_model.bin
-    agent0/, agent1/, ...                              PEFT, one folder per agent
-    ci_llm_meta_config.json, agent<i>_weights.pth      the first CI-LLM: the files that its code names
-    ci_llm_meta_config.json, model.safetensors         the same: the whole model with the adapters, as it really saves
-
-A run starts from them (`init_from`), or they are committed as a checkpoint. A run is refused if its agents start alike
-and nothing makes them different. No code is executed: a pickle is read with `weights_only=True`, which allows tensors
-and containers only.
+A run is refused if its agents start alike and nothing makes them different.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any, Literal
 
-import safetensors
 import torch
 import xxhash
-from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.base.load import load_base
-from ci_llm.checkpoints.layout import FINAL
+from ci_llm.crowd.adapter_files import External, read_adapters, settings_of
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.given_path import CONFIG, META_FILE
-from ci_llm.crowd.merging import Adapter, settings_of
 from ci_llm.crowd.pretrained import listed_files, require_free, write_crowd
 from ci_llm.data.encoder import chat_template
 from ci_llm.data.prompts import Prompter, tokenizer_files
-from ci_llm.errors import CiLlmError, ForeignCheckpoint, ModelError, first_line
+from ci_llm.errors import ForeignCheckpoint, ModelError, first_line
 from ci_llm.lora.heads import SCORE
 from ci_llm.lora.settings import AgentLora
 
@@ -220,208 +204,3 @@ def _base_name(adapters: Sequence[External]) -> str:
         where=str(adapters[0].source),
         hint="give it: --base-model NAME_OR_FOLDER, the base they were trained on",
     )
-
-
-WHOLE_MODEL = "model.safetensors"
-
-_TENSOR = re.compile(r".*\bbase_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<agent>\w+))?\.weight")
-
-_FOLDER = re.compile(r"agent(\d+)")
-
-# If the name of one agent begins with that of another, older PEFT put tensors of agent10 into the files of agent1.
-_LEAKED = re.compile(r".*\.lora_[AB]\d+\.weight")
-
-# Keys of adapter_config.json that change what an adapter computes, with their values in plain LoRA (here: empty).
-_PLAIN: dict[str, Any] = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(
-    (
-        "rank_pattern",
-        "alpha_pattern",
-        "layer_replication",
-        "modules_to_save",
-        "lora_bias",
-        "use_dora",
-        "use_qalora",
-        "use_bdlora",
-        "alora_invocation_tokens",
-        "arrow_config",
-        "kasa_config",
-        "monteclora_config",
-    )
-)
-
-# Initialisations that subtract from the base what they put into the adapter: on the original base it is another model.
-_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-
-
-#: Modules that PEFT saves whole with an adapter for sequence classification; the base has one of them.
-_HEADS = {"score", "classifier"}
-
-
-@dataclass(frozen=True)
-class External(Adapter):
-    """An adapter that was read from a folder, with its head if it has one.
-
-    Attributes:
-        source: the folder.
-        prompts: the form of prompts in its training, as far as it is known.
-    """
-
-    source: Path
-    prompts: Literal["chat", "text"] = "chat"
-
-
-def read_adapters(source: Path) -> list[External]:
-    """Every adapter of a folder, in the order of its agents; of a committed folder the verified files alone.
-
-    Raises:
-        ModelError: there is no adapter, one cannot be read, or one is not plain LoRA.
-        DamagedCheckpoint: the folder is committed, and a file differs from its digest in the manifest.
-    """
-    with listed_files(source) as place:
-        try:
-            found = _read_adapters(place)
-        except CiLlmError as error:  # names the folder that the user named, and not the copy
-            error.where, error.hint = (
-                text and text.replace(str(place), str(source)) for text in (error.where, error.hint)
-            )
-            raise
-        return [replace(adapter, source=source / adapter.source.relative_to(place)) for adapter in found]
-
-
-def _read_adapters(source: Path) -> list[External]:
-    folders = [source] if (source / CONFIG).is_file() else _numbered(source)
-    if not folders and (source / META_FILE).is_file():
-        return _read_original(source)
-    if not folders:
-        raise ModelError(
-            "there is no adapter here" if source.is_dir() else "there is no such folder",
-            where=str(source),
-            hint=f"this is the folder of a run: give {source / FINAL}"
-            if _numbered(source / FINAL)
-            else f"give a folder that holds {CONFIG}, or agent0, agent1, ... that do, or {META_FILE}",
-        )
-    return [_read_peft(folder) for folder in folders]
-
-
-def _numbered(source: Path) -> list[Path]:
-    """The agents' folders. A gap in the numbers gives a missing folder, unless a run has stopped those agents."""
-    numbers = [match[1] for file in source.glob(f"*/{CONFIG}") if (match := _FOLDER.fullmatch(file.parent.name))]
-    meta = source / META_FILE
-    if numbers and meta.is_file() and "folders" in _read_json(meta):
-        return [source / f"agent{k}" for k in sorted(map(int, numbers))]
-    return [source / f"agent{k}" for k in range(len(numbers))]
-
-
-def _read_peft(folder: Path) -> External:
-    config = _read_json(folder / CONFIG)
-    if {*(config.get("modules_to_save") or ())} <= _HEADS:
-        config = {**config, "modules_to_save": None}
-    odd = [f"{key}: {config[key]}" for key, value in _PLAIN.items() if config.get(key) and config[key] != value]
-    if str(config.get("init_lora_weights")).startswith(_CHANGES_THE_BASE):
-        odd.append(f"init_lora_weights: {config['init_lora_weights']}, which changes the base")
-    if odd:
-        raise ModelError(
-            f"agents are plain LoRA of one rank, and this adapter has {', '.join(odd)}",
-            where=str(folder / CONFIG),
-            hint="give a plain LoRA adapter; PEFT's save_pretrained converts PiSSA, OLoRA and CorDA",
-        )
-    files = (folder / f"adapter_model{ending}" for ending in (".safetensors", ".bin"))
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
-        raise ModelError("the adapter has no weights", where=str(folder), hint="copy adapter_model.safetensors here")
-    tensors = _read_tensors(file)
-    adapter = _external(config, tensors, folder, "chat")
-    other = sorted(name for name in tensors if name != SCORE and not _TENSOR.fullmatch(name))
-    if other:
-        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
-        raise ModelError(
-            f"agents are LoRA of linear layers, and this adapter also has {other[0]}{more}",
-            where=str(file),
-            hint="its vocabulary was changed, or embeddings or output head trained: give one that leaves them alone",
-        )
-    return adapter
-
-
-def _read_original(source: Path) -> list[External]:
-    meta = _read_json(source / META_FILE)
-    count = meta.get("K_agents")
-    if not isinstance(count, int) or count < 1:
-        raise ModelError(
-            "the number of agents (K_agents) is missing or below 1", where=str(source / META_FILE), hint=_WHOLE
-        )
-    files = [source / f"agent{k}_weights.pth" for k in range(count)]
-    missing = [file.name for file in files if not file.is_file()]
-    plain = {key: value for key, value in meta.items() if key != "base_model_name_or_path"}  # a name of that machine
-    if not missing:
-        agents = [{n: t for n, t in _read_tensors(file).items() if not _LEAKED.fullmatch(n)} for file in files]
-    elif len(missing) == count and (source / WHOLE_MODEL).is_file():
-        agents = _agents_of(source / WHOLE_MODEL, count)
-    else:
-        raise ModelError(
-            f"weights of {len(missing)} of {count} agents are missing, the first is {missing[0]}",
-            where=str(source),
-            hint=f"copy them, or the {WHOLE_MODEL} that Accelerate saved, into this folder",
-        )
-    return [_external(plain, tensors, source, "text") for tensors in agents]
-
-
-def _agents_of(file: Path, count: int) -> list[dict[str, Tensor]]:
-    """The adapters in a file with the weights of a whole model, of which only their tensors are read."""
-    agents: list[dict[str, Tensor]] = [{} for _ in range(count)]
-    places = {f"agent{k}": agent for k, agent in enumerate(agents)}
-    try:
-        with safetensors.safe_open(file, "pt") as model:
-            for name in model.keys():  # noqa: SIM118 - safetensors' handle has keys() and is not iterable
-                match = _TENSOR.fullmatch(name)
-                if match and match["agent"] in places:
-                    places[match["agent"]][_peft_name(match)] = model.get_tensor(name)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise _unreadable(file, error) from error
-    return agents
-
-
-def _peft_name(match: re.Match[str]) -> str:
-    return f"base_model.model.{match['module']}.lora_{match['side']}.weight"
-
-
-def _external(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Path, prompts: Literal["chat", "text"]
-) -> External:
-    found = External(config, tensors, source, prompts)
-    try:
-        _ = found.rank, found.alpha, found.dropout
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"the adapter's settings cannot be read: {error!r}", where=str(source), hint=_WHOLE) from error
-    if not found.modules:
-        raise ModelError("there is no LoRA tensor in it", where=str(source), hint=_WHOLE)
-    return found
-
-
-def _read_tensors(file: Path) -> dict[str, Tensor]:
-    try:
-        if file.suffix == ".safetensors":
-            return load_file(file)  # type: ignore[no-any-return]
-        value = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle can make torch.load raise an exception of any type
-        raise _unreadable(file, error) from error
-    if not isinstance(value, dict) or not all(isinstance(tensor, Tensor) for tensor in value.values()):
-        raise ModelError("the file holds no dict of tensors", where=str(file), hint=_WHOLE)
-    return value
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _unreadable(file, error) from error
-    if not isinstance(value, dict):
-        raise ModelError("the file holds no JSON object", where=str(file), hint=_WHOLE)
-    return value
-
-
-_WHOLE = "give the complete folder as it was saved"
-
-
-def _unreadable(file: Path, error: Exception) -> ModelError:
-    text = str(error).strip().splitlines() or [type(error).__name__]
-    return ModelError(f"{file.name} cannot be read: {text[0]}", where=str(file), hint=_WHOLE)

@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ci_llm.errors import BadInput
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from ci_llm.lora.settings import LoraSettings
+    from ci_llm.crowd.adapter_files import Adapter
 
 
 @dataclass(frozen=True)
@@ -148,72 +148,8 @@ def merge_of(name: str, weights: Sequence[float] | None = None, rank: int | None
     return Merge(known, tuple(weights) if weights else None, rank)
 
 
-#: PEFT's names of the factors of a module.
-_A: Final = "base_model.model.{}.lora_A.weight"
-_B: Final = "base_model.model.{}.lora_B.weight"
 #: Keys of a PEFT configuration that limit its target modules to some layers.
 _IN_LAYERS: Final = ("layers_to_transform", "layers_pattern")
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """One adapter in the form of PEFT's files.
-
-    Attributes:
-        config: the content of `adapter_config.json`.
-        tensors: the content of `adapter_model.safetensors`.
-    """
-
-    config: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-
-    @property
-    def rank(self) -> int:
-        return int(self.config["r"])
-
-    @property
-    def alpha(self) -> float:
-        return float(self.config["lora_alpha"])
-
-    @property
-    def dropout(self) -> float:
-        return float(self.config.get("lora_dropout") or 0.0)
-
-    @property
-    def use_rslora(self) -> bool:
-        return bool(self.config.get("use_rslora"))
-
-    @property
-    def scaling(self) -> float:
-        """The factor of the product B A."""
-        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
-
-    @property
-    def modules(self) -> list[str]:
-        """Names of the adapted modules of the base."""
-        ends = ".lora_A.weight"
-        return [name.removeprefix("base_model.model.").removesuffix(ends) for name in self.tensors if ends in name]
-
-    def factors(self, module: str) -> tuple[Tensor, Tensor]:
-        """A [r, in] and B [out, r] of a module."""
-        return self.tensors[_A.format(module)], self.tensors[_B.format(module)]
-
-
-def settings_of(base: PreTrainedModel, agents: Sequence[Adapter]) -> LoraSettings:
-    """The settings of a crowd of these agents, which have one shape."""
-    from ci_llm.base.targets import peft_targets
-    from ci_llm.lora.settings import LoraSettings
-
-    targets, first = peft_targets(base, agents[0].modules), agents[0]
-    return LoraSettings(
-        num_agents=len(agents),
-        rank=first.rank,
-        alpha=first.alpha,
-        dropout=first.dropout,
-        use_rslora=first.use_rslora,
-        target_modules=tuple(targets["target_modules"]),
-        layers=tuple(targets.get("layers_to_transform", ())) or "all",
-    )
 
 
 def merged(base: PreTrainedModel, agents: Sequence[Adapter], merge: Merge) -> Adapter:
@@ -228,6 +164,7 @@ def merged(base: PreTrainedModel, agents: Sequence[Adapter], merge: Merge) -> Ad
     from torch.nn.functional import pad
 
     from ci_llm.base.targets import peft_targets
+    from ci_llm.crowd.adapter_files import Adapter, tensor_name
 
     weighted = [*zip(agents, merge.shares(len(agents)), strict=True)]
     if merge.method.of_factors and len({(agent.rank, *agent.modules) for agent in agents}) > 1:
@@ -247,8 +184,8 @@ def merged(base: PreTrainedModel, agents: Sequence[Adapter], merge: Merge) -> Ad
         if merge.method.cut:
             a, b = truncated(a, b, rank)
         missing = rank - len(a)  # an adapter has one rank, and some agents may not adapt this module
-        tensors[_A.format(module)] = pad(a, (0, 0, 0, missing)).cpu().contiguous()
-        tensors[_B.format(module)] = pad(b, (0, missing)).cpu().contiguous()
+        tensors[tensor_name(module, "A")] = pad(a, (0, 0, 0, missing)).cpu().contiguous()
+        tensors[tensor_name(module, "B")] = pad(b, (0, missing)).cpu().contiguous()
     plain = {"r": rank, "lora_alpha": rank, "use_rslora": False, "lora_dropout": 0.0}
     common = {key: value for key, value in agents[0].config.items() if key not in _IN_LAYERS}
     return Adapter({**common, **plain, **peft_targets(base, modules)}, tensors)

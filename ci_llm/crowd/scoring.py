@@ -456,16 +456,6 @@ class Answers:
     signals: list[list[float]]
 
 
-def voted(answers: Sequence[str], crowd: str) -> str:
-    """The answer of the majority of the agents; the crowd's own answer breaks a tie, or else the first agent's.
-
-    Returns:
-        the answer; "" if no agent has one.
-    """
-    tied = majority(answers)
-    return crowd if crowd in tied else next(iter(tied), "")
-
-
 def answer_questions(
     crowd: CrowdModel,
     prompter: Prompter,
@@ -509,12 +499,12 @@ def answer_questions(
     for generated in written:
         number = next(of)
         if is_one:
-            generated = replace(generated, agents=[generated.crowd], agents_tokens=[generated.tokens])
-        everyones = [tokens for [tokens] in (*generated.agents_tokens, generated.tokens)] if uncertainty else []
-        *agents, together = [prompter.text(ids) for [ids] in (*generated.agents, generated.crowd)]
+            generated = replace(generated, agents=[generated.text], agents_tokens=[generated.tokens])
+        everyones = [*generated.agents_tokens, generated.tokens] if uncertainty else []
+        *agents, together = [prompter.text(ids) for ids in (*generated.agents, generated.text)]
         *own, crowds = map(questions.read, (*agents, together))
         wanted_answer = questions.answers[number]
-        right = [answer == wanted_answer != "" for answer in (*own, crowds, voted(own, crowds))]
+        right = [answer == wanted_answer != "" for answer in (*own, crowds, majority(own, crowds))]
         sure = of_text(everyones[-1]) if uncertainty else None
         yield Answers(number, agents, together, right, sure, [signals(tokens) for tokens in everyones])
 

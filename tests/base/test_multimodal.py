@@ -100,8 +100,8 @@ def test_agents_on_the_text_part_are_those_of_peft_on_the_whole_model(family: st
             wanted = alone.get_parameter(f"base_model.model.{layer}.lora_B.default.weight").grad
             assert torch.allclose(module.lora_B[f"agent{k}"].grad, wanted, atol=1e-5)
         prompts = [[5, 9, 11], [7, 3, 8, 12, 30, 41, 6]]
-        told = crowd.generate_ids(prompts, Decoding(max_new_tokens=4), include_agents=True).agents[k]
-        assert told == [continued(alone, prompt) for prompt in prompts]
+        told = crowd.generate_ids(prompts, Decoding(max_new_tokens=4), include_agents=True)
+        assert [found.agents[k] for found in told] == [continued(alone, prompt) for prompt in prompts]
 
 
 def by_agent(files: Any) -> dict[str, dict[str, Any]]:

@@ -19,9 +19,9 @@ from ci_llm.config.parsing import kinds_of
 from ci_llm.config.schema import AllKeys
 from ci_llm.core import imports
 from ci_llm.crowd import given_path, pretrained
+from ci_llm.crowd.adapter_files import read_adapters
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import META
-from ci_llm.crowd.importing import read_adapters
 from ci_llm.data.prompts import tokenizer_files
 from tests.support.crowds import disturbed_crowd
 

@@ -118,7 +118,7 @@ def test_a_vote_elects_one_of_the_agents_own_texts(crowd: Crowd, name: str) -> N
     found: list[Answer] = crowd.generate(QUESTIONS, aggregator=name, details=True, **SHORT)
     plain = crowd.generate_ids([prompter.ids(q) for q in QUESTIONS], Decoding(24, prompter.ends), include_agents=True)
     for number, answer in enumerate(found):
-        own = [agent[number] for agent in plain.agents]
+        own = plain[number].agents
         assert answer.agents == tuple(map(prompter.text, own)), "votes change nothing in what agents write"
         [end] = prompter.ends
         whole = [[*text, end][:24] for text in own]

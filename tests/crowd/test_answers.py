@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from ci_llm.core.evaluation_file import Difference
+from ci_llm.crowd.aggregators import majority
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.metrics import AnswerStyle, final_answer
-from ci_llm.crowd.scoring import AnswerScores, Questions, answer_questions, paired_gain, voted
+from ci_llm.crowd.scoring import AnswerScores, Questions, answer_questions, paired_gain
 from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Chat, Completion, Message
@@ -93,7 +94,7 @@ def test_final_answer(text: str, style: AnswerStyle, answer: str) -> None:
     ],
 )
 def test_majority(answers: list[str], crowd: str, winner: str) -> None:
-    assert voted(answers, crowd) == winner
+    assert majority(answers, crowd) == winner
 
 
 def test_the_gains_are_paired_over_rows() -> None:
@@ -153,10 +154,10 @@ def test_every_generated_answer_is_scored(crowd: Crowd, prompter: Prompter) -> N
     assert scores is not None
     assert scores.right.shape == (K + 2, 12)
     for number, prompt in enumerate(test.prompts):
-        generated = crowd.generate_ids([prompt], decoding, include_agents=True)
-        texts = [prompter.text(ids) for ids in (*(line[0] for line in generated.agents), generated.crowd[0])]
+        [generated] = crowd.generate_ids([prompt], decoding, include_agents=True)
+        texts = [prompter.text(ids) for ids in (*generated.agents, generated.text)]
         *agents, together = (final_answer(text, "marked") for text in texts)
-        lines = [*agents, together, voted(agents, together)]
+        lines = [*agents, together, majority(agents, together)]
         assert scores.right[:, number].tolist() == [line == test.answers[number] for line in lines]
     assert 0 < scores.right[:K].double().mean() < 1, "all right or all wrong shows nothing"
     halves = [score_answers(crowd, prompter, test, [half]) for half in (range(6), range(6, 12))]

@@ -45,9 +45,9 @@ def test_details_change_no_answer_and_hold_the_answer_of_each_agent(crowd: Crowd
     assert [answer.answer for answer in detailed] == crowd.generate(QUESTIONS, **SHORT)
     prompter = prompter_of(crowd)
     decoding = Decoding(24, prompter.ends)
-    own = crowd.generate_ids([prompter.ids(q) for q in QUESTIONS], decoding, include_agents=True).agents
-    for number, answer in enumerate(detailed):
-        assert answer.agents == tuple(prompter.text(own[k][number]) for k in range(K))
+    own = crowd.generate_ids([prompter.ids(q) for q in QUESTIONS], decoding, include_agents=True)
+    for found, answer in zip(own, detailed, strict=True):
+        assert answer.agents == tuple(map(prompter.text, found.agents))
     assert len({text for answer in detailed for text in (*answer.agents, answer.answer)}) > len(QUESTIONS)
 
 
@@ -65,7 +65,8 @@ def test_the_numbers_equal_k_plain_peft_passes(crowd: Crowd, tmp_path: Path, cho
     decoding = Decoding(ends=prompter.ends, **SHORT, **choices)
     generated = crowd.generate_ids(prompts, decoding, uncertainty=True)
     ended = 0
-    for prompt, text, tokens in zip(prompts, generated.crowd, generated.tokens, strict=True):
+    for prompt, found in zip(prompts, generated, strict=True):
+        text, tokens = found.text, found.tokens
         log_probs = []
         for k in range(K):
             agents[0].set_adapter(f"agent{k}")

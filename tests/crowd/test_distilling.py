@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from ci_llm import Crowd
 from ci_llm.config import load_config
 from ci_llm.crowd import distilling
+from ci_llm.crowd.adapter_files import Adapter
 from ci_llm.crowd.distilling import distil
-from ci_llm.crowd.merging import Adapter, Distillation
+from ci_llm.crowd.merging import Distillation
 from ci_llm.crowd.pretrained import Pretrained, open_pretrained
 from ci_llm.embedded import BASE_FOLDER
 from tests.support.crowds import K, disturbed_crowd, save_crowd

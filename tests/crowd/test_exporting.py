@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from huggingface_hub import constants
@@ -148,6 +147,11 @@ def test_another_process_computes_the_same_logits_without_this_package(tmp_path:
         assert_alike(theirs[f"{family}/cat"], merged)
         assert_alike(theirs[f"{family}/cat_whole"], merged)
         assert not torch.equal(theirs[f"{family}/svd"], theirs[f"{family}/cat"])
+        again = Crowd.from_pretrained(tmp_path / family / "all", device="cpu")
+        assert torch.equal(again.storage.weights, crowd.storage.weights)
+        whole = tmp_path / family / "one_whole"
+        assert json.loads((whole / "config.json").read_text())["use_cache"], "as in the base"
+        assert not list(whole.glob("adapter*"))
 
 
 def assert_alike(found: Tensor, wanted: Tensor) -> None:
@@ -179,32 +183,6 @@ def test_a_saved_crowd_opens_with_the_same_bits(crowd: Crowd, source: Path) -> N
     assert opened.generate("Ann has 7 pens.", max_new_tokens=6) == crowd.generate("Ann has 7 pens.", max_new_tokens=6)
     with pytest.raises(ModelError, match="exists already"):
         crowd.save_pretrained(source)
-
-
-@pytest.mark.slow
-def test_an_exported_crowd_opens_again_and_plain_peft_opens_its_agents(
-    crowd: Crowd, source: Path, tmp_path: Path
-) -> None:
-    prepare(source, device="cpu").write(tmp_path / "out", None)
-    again = Crowd.from_pretrained(tmp_path / "out", device="cpu")
-    assert torch.equal(again.storage.weights, crowd.storage.weights)
-    for name in ("tokenizer", "agent0", "agent2"):
-        assert AutoTokenizer.from_pretrained(tmp_path / "out" / name)("3 + 4 =").input_ids
-    plain = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
-    agent = peft.PeftModel.from_pretrained(plain, tmp_path / "out" / "agent2").eval()
-    with torch.no_grad():
-        assert_alike(agent(input_ids=IDS).logits, logits_of(crowd)[2])
-
-
-@pytest.mark.slow
-def test_a_merged_base_opens_with_transformers_alone(crowd: Crowd, source: Path, tmp_path: Path) -> None:
-    prepare(source, device="cpu", agent=0).write(tmp_path / "whole", None, into_base=True)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32).eval()
-    with torch.no_grad():
-        assert_alike(model(input_ids=IDS).logits, logits_of(crowd)[0])
-    assert model.config.use_cache, "as in the base; only the training does without"
-    assert AutoTokenizer.from_pretrained(tmp_path / "whole").chat_template
-    assert not list((tmp_path / "whole").glob("adapter*"))
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DamagedCheckpoint, DataError, ForeignCheckpoint, ModelError
 from ci_llm.lora.settings import LoraSettings
 from tests.data import test_encoder as templates
-from tests.lora.test_adapters import K, crowd_of, peft_twin
+from tests.lora.test_adapters import K, crowd_of
 from tests.support.campaign import drawn
 from tools.testbed.tiny import FAMILIES, base, example
 
@@ -55,6 +55,12 @@ def reference_ids(crowd: Crowd, agents: list[int], prompt: list[int], how: str) 
     return ids[len(prompt) :]
 
 
+def require_full_passes(crowd: Crowd, generated: list[Generated]) -> None:
+    for prompt, found in zip(PROMPTS, generated, strict=True):
+        assert found.text == reference_ids(crowd, list(range(K)), prompt, "probability")
+        assert found.agents == [reference_ids(crowd, [k], prompt, "probability") for k in range(K)]
+
+
 @pytest.fixture(scope="module")
 def llama() -> Crowd:
     return crowd_of(base("llama")).eval()
@@ -68,11 +74,8 @@ def test_crowd_and_agents_generate_what_full_passes_give(family: str) -> None:
     with torch.no_grad():
         crowd.storage.weights.mul_(4)  # with smaller weights some of these toys only repeat the last token
     generated = crowd.generate_ids(PROMPTS, GREEDY, include_agents=True)
-    everyone = list(range(K))
-    assert generated.crowd == [reference_ids(crowd, everyone, p, "probability") for p in PROMPTS]
-    for k in everyone:
-        assert generated.agents[k] == [reference_ids(crowd, [k], p, "probability") for p in PROMPTS]
-    texts = {tuple(text) for line in (generated.crowd, *generated.agents) for text in line}
+    require_full_passes(crowd, generated)
+    texts = {tuple(text) for found in generated for text in (found.text, *found.agents)}
     assert len(texts) == len(PROMPTS) * (K + 1), "two texts are the same, so the test would not see a mix-up"
 
 
@@ -85,16 +88,11 @@ def test_a_base_that_is_not_padding_invariant_reads_one_prompt_at_a_time() -> No
     torch.manual_seed(0)
     crowd = crowd_of(PegasusForCausalLM(shape)).eval()
     generated = crowd.generate_ids(PROMPTS, GREEDY, include_agents=True)
-    assert generated.crowd == [reference_ids(crowd, list(range(K)), p, "probability") for p in PROMPTS]
-    assert generated.agents == [[reference_ids(crowd, [k], p, "probability") for p in PROMPTS] for k in range(K)]
-    drawn = crowd.generate_ids(
-        PROMPTS, Decoding(max_new_tokens=12, do_sample=True), numbers=range(5, 5 + len(PROMPTS))
-    ).crowd
-    alone = [
-        crowd.generate_ids([p], Decoding(max_new_tokens=12, do_sample=True), numbers=[5 + number]).crowd[0]
-        for number, p in enumerate(PROMPTS)
-    ]
-    assert drawn == alone
+    require_full_passes(crowd, generated)
+    drawing = Decoding(max_new_tokens=12, do_sample=True)
+    drawn = crowd.generate_ids(PROMPTS, drawing, numbers=range(5, 5 + len(PROMPTS)))
+    alone = [crowd.generate_ids([p], drawing, numbers=[5 + number]) for number, p in enumerate(PROMPTS)]
+    assert drawn == [found for [found] in alone]
 
 
 @pytest.mark.parametrize("by_decoder", [True, False])
@@ -107,22 +105,6 @@ def test_an_error_of_the_base_in_generation_is_one_message(
         llama.generate_ids(PROMPTS[:1], GREEDY)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_one_agent_alone_generates_what_plain_peft_generates(family: str) -> None:
-    model = base(family)
-    untouched = base(family)
-    crowd = crowd_of(model)
-    alone = crowd.generate_ids(PROMPTS, GREEDY, include_agents=True).agents
-    for k in range(K):
-        twin = peft_twin(untouched, crowd, k).eval()
-        for number, prompt in enumerate(PROMPTS):
-            plain = GenerationConfig(max_new_tokens=12, eos_token_id=None, pad_token_id=0)
-            twin.base_model.model.generation_config = plain
-            ids = twin.generate(input_ids=torch.tensor([prompt]), do_sample=False)[0, len(prompt) :]
-            assert alone[k][number] == ids.tolist()
-
-
 def test_generation_leaves_the_crowd_as_it_was(llama: Crowd) -> None:
     llama.route = "packed"
     llama.train()
@@ -133,27 +115,21 @@ def test_generation_leaves_the_crowd_as_it_was(llama: Crowd) -> None:
 
 
 def test_generation_settings_of_the_base_have_no_effect(llama: Crowd) -> None:
-    wanted = llama.generate_ids(PROMPTS, GREEDY).crowd
-    own = GenerationConfig(do_sample=True, temperature=9.0, repetition_penalty=5.0, eos_token_id=wanted[0][0])
+    wanted = llama.generate_ids(PROMPTS, GREEDY)
+    own = GenerationConfig(do_sample=True, temperature=9.0, repetition_penalty=5.0, eos_token_id=wanted[0].text[0])
     llama.model.generation_config = own
-    assert llama.generate_ids(PROMPTS, GREEDY).crowd == wanted
+    assert llama.generate_ids(PROMPTS, GREEDY) == wanted
     assert llama.model.generation_config is own
 
 
 def test_a_text_stops_at_its_end_token_and_the_others_continue(llama: Crowd) -> None:
     free = llama.generate_ids(PROMPTS, GREEDY, include_agents=True)
-    end = free.crowd[0][3]
+    end = free[0].text[3]
     found = llama.generate_ids(PROMPTS, Decoding(max_new_tokens=12, ends=frozenset({end, 5000})), include_agents=True)
-    for ours, theirs in zip((found.crowd, *found.agents), (free.crowd, *free.agents), strict=True):
-        for text, whole in zip(ours, theirs, strict=True):
+    for ours, theirs in zip(found, free, strict=True):
+        for text, whole in zip((ours.text, *ours.agents), (theirs.text, *theirs.agents), strict=True):
             assert text == (whole[: whole.index(end)] if end in whole else whole)
-    assert len(found.crowd[0]) <= 3
-
-
-def flattened(numbers: Any) -> list[list[float]]:
-    """The probabilities of each text."""
-    (agents, crowd) = numbers
-    return [[token.probability for token in text] for lines in (*agents, crowd) for text in lines]
+    assert len(found[0].text) <= 3
 
 
 def test_a_request_to_stop_ends_all_texts_at_the_next_token(llama: Crowd) -> None:
@@ -169,7 +145,7 @@ def test_an_agent_with_nan_is_left_out() -> None:
     wanted = [reference_ids(crowd, [0, 2], prompt, "probability") for prompt in PROMPTS]
     with torch.no_grad():
         crowd.storage.weights[1] = float("nan")
-    assert crowd.generate_ids(PROMPTS, GREEDY).crowd == wanted
+    assert [found.text for found in crowd.generate_ids(PROMPTS, GREEDY)] == wanted
     with torch.no_grad():
         crowd.storage.weights.fill_(float("nan"))
     with pytest.raises(ModelError, match="the logits of every agent hold NaN"):
@@ -179,7 +155,7 @@ def test_an_agent_with_nan_is_left_out() -> None:
 def test_texts_end_at_the_last_position_of_the_base(llama: Crowd) -> None:
     limit = 128
     generated = llama.generate_ids([[5] * (limit - 2), [6, 7]], GREEDY)
-    assert [len(text) for text in generated.crowd] == [2, 12]
+    assert [len(found.text) for found in generated] == [2, 12]
     with pytest.raises(DataError, match="a prompt has 128 tokens, and the base reads 128"):
         llama.generate_ids([[6, 7], [5] * limit], GREEDY)
     with pytest.raises(DataError, match="empty") as caught:
@@ -189,7 +165,7 @@ def test_texts_end_at_the_last_position_of_the_base(llama: Crowd) -> None:
 
 def sampled(crowd: Crowd, prompts: list[list[int]] = PROMPTS, **choices: Any) -> list[list[int]]:
     decoding = Decoding(**{"max_new_tokens": 12, "do_sample": True, "seed": 1, **choices})
-    return crowd.generate_ids(prompts, decoding).crowd
+    return [found.text for found in crowd.generate_ids(prompts, decoding)]
 
 
 @pytest.mark.slow
@@ -206,7 +182,7 @@ def test_samples_are_reproducible_and_differ_by_seed(llama: Crowd) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"temperature": 1e-4}])
 def test_the_narrowest_sample_is_the_greedy_text(llama: Crowd, narrow: dict[str, Any]) -> None:
-    assert sampled(llama, **narrow) == llama.generate_ids(PROMPTS, GREEDY).crowd
+    assert sampled(llama, **narrow) == sampled(llama, do_sample=False)
 
 
 @pytest.mark.fast_cases(1)
@@ -327,14 +303,16 @@ def test_the_decoder_and_transformers_write_the_same(choices: dict[str, Any]) ->
     found = {}
     for by_decoder, at_a_time in ((False, 3), (True, 3), (True, 2), (True, 1)):
         crowd.decodes = by_decoder
-        parts = list(generate_each(crowd, enumerate(PROMPTS), how, at_a_time))
-        found[by_decoder, at_a_time] = Generated.joined(parts)
-    for other in ((True, 3), (True, 2), (True, 1)):
-        ours, theirs = found[other], found[False, 3]
-        assert (ours.crowd, ours.agents, ours.voters) == (theirs.crowd, theirs.agents, theirs.voters)
-        numbers = [flattened((each.agents_tokens, each.tokens)) for each in (ours, theirs)]
+        found[by_decoder, at_a_time] = list(generate_each(crowd, enumerate(PROMPTS), how, at_a_time))
+    pairs = [
+        (ours, theirs) for size in (3, 2, 1) for ours, theirs in zip(found[True, size], found[False, 3], strict=True)
+    ]
+    for ours, theirs in pairs:
+        assert (ours.text, ours.agents, ours.voters) == (theirs.text, theirs.agents, theirs.voters)
+        numbers = [(each.tokens, *each.agents_tokens) for each in (ours, theirs)]
         for mine, wanted in zip(*numbers, strict=True):
-            assert mine == pytest.approx(wanted, abs=1e-6)
+            probabilities = [token.probability for token in wanted]
+            assert [token.probability for token in mine] == pytest.approx(probabilities, abs=1e-6)
 
 
 def test_the_decoder_serves_only_bases_that_it_reproduces(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,15 +339,13 @@ def test_a_saved_agent_alone_equals_plain_peft(checkpoint: Path) -> None:
     crowd = Crowd.from_pretrained(checkpoint, device="cpu")
     assert crowd.prompter is not None
     prompts = [crowd.prompter.ids(question) for question in QUESTIONS]
-    alone = crowd.generate_ids(
-        prompts, Decoding(max_new_tokens=16, ends=crowd.prompter.ends), include_agents=True
-    ).agents
+    alone = crowd.generate_ids(prompts, Decoding(max_new_tokens=16, ends=crowd.prompter.ends), include_agents=True)
     for k in range(2):
         plain = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
         agent = peft.PeftModel.from_pretrained(plain, checkpoint / f"agent{k}").eval()
-        for ids, found in zip(prompts, alone[k], strict=True):
+        for ids, found in zip(prompts, alone, strict=True):
             text = agent.generate(input_ids=torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :]
-            assert crowd.prompter.text(text.tolist()) == crowd.prompter.text(found)
+            assert crowd.prompter.text(text.tolist()) == crowd.prompter.text(found.agents[k])
 
 
 @pytest.mark.slow

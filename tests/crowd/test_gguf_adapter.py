@@ -17,10 +17,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 from ci_llm.base.load import load_base
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.cli.main import main
+from ci_llm.crowd.adapter_files import Adapter, require_convertible, write_gguf_adapter
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.exporting import require_convertible, write_gguf_adapter
 from ci_llm.crowd.given_path import META
-from ci_llm.crowd.merging import Adapter
 from ci_llm.data.prompts import Prompter
 from ci_llm.errors import ModelError
 from ci_llm.lora.settings import LoraSettings

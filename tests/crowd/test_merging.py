@@ -10,8 +10,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor
 
+from ci_llm.crowd.adapter_files import Adapter
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.merging import METHODS, Adapter, merge_into_base, merge_of, merged
+from ci_llm.crowd.merging import METHODS, merge_into_base, merge_of, merged
 from ci_llm.errors import BadInput
 from ci_llm.lora.settings import LoraSettings
 from tools.testbed.tiny import base

@@ -168,15 +168,25 @@ def most_probability(answers: Sequence[str], log_probabilities: Sequence[float])
     return max((n for n, answer in enumerate(answers) if answer == wins), key=lambda n: log_probabilities[n])
 
 
-def majority(answers: Sequence[str]) -> list[str]:
-    """The answer that most agents give, or all that are tied; "" is not a vote."""
+def majority(answers: Sequence[str], crowd: str) -> str:
+    """The answer that most agents give; the crowd's own answer breaks a tie, or else the first agent's.
+
+    Returns:
+        the answer; "", which is not a vote, if no agent has one.
+    """
+    tied = _most_given(answers)
+    return crowd if crowd in tied else next(iter(tied), "")
+
+
+def _most_given(answers: Sequence[str]) -> list[str]:
+    """The answer that is given most often, or all that are tied; "" is not an answer."""
     votes = Counter(answer for answer in answers if answer)
     return [answer for answer, count in votes.items() if count == max(votes.values())]
 
 
 def most_votes(answers: Sequence[str], log_probabilities: Sequence[float]) -> int:
     """The most probable text with the answer of the majority; of tied answers the one with most probability in sum."""
-    tied = majority(answers)
+    tied = _most_given(answers)
     return most_probability([answer if answer in tied else "" for answer in answers], log_probabilities)
 
 
