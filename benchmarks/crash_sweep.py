@@ -112,7 +112,7 @@ def with_dead_writer(root: Path) -> None:
     writer = manager(root)
     writer.save(1, state(1))
     writer.save(5, state(5))
-    work = writer.staging
+    work = writer.store.staging
     (work / "superseded").mkdir()
     (root / "checkpoint_step_5").rename(work / "superseded" / "checkpoint_step_5")
     (work / "draft-0").mkdir()

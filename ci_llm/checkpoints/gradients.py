@@ -76,16 +76,14 @@ class Gradients:
 
     def are_waiting(self, state: Any) -> bool:
         """True if this process is inside an accumulation window: gradients wait for the next step of an optimizer."""
-        waiting = [self._waits(optimizer) for optimizer in self._named(state).values()]  # looks at each of them
-        return any(waiting)
+        return any(map(self._waits, self._named(state).values()))
 
     def of_everyone(self, state: Any, channel: SideChannel) -> dict[str, Any]:
         """The gradients of every process, which a checkpoint holds under KEY. A collective."""
 
         def own() -> bytes:
-            content: dict[str, Any] = {
-                "gradients": {name: _gradients(each) for name, each in self._named(state).items()}
-            }
+            gradients = {name: _gradients(each) for name, each in self._named(state).items()}
+            content: dict[str, Any] = {"gradients": gradients}
             if self._accelerator is not None:
                 content["accelerator_step"] = self._accelerator.step
             return to_bytes(content)

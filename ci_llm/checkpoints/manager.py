@@ -67,6 +67,7 @@ class CheckpointManager:
             `reached_preemption`, in the main thread, and restores the old ones on close.
 
     Attributes:
+        directory: the folder of the run.
         store: the folder, for who changes it otherwise than by a save, while none is in flight: its lease, its line.
         saver: the way of a save, for a trainer: it also saves without a vote, and makes `final_checkpoint`.
         due: whether a step is to be saved, asked before its state is collected.
@@ -108,7 +109,7 @@ class CheckpointManager:
             Path(directory).absolute(),  # the loop may change the working folder, also while a save is in flight
             save_total_limit=self._retention.newest,
         )
-        optimizers = list(optimizers)
+        self.directory, optimizers = self.store.directory, list(optimizers)
         self.saver = Saver(
             self.store,
             self._processes,
@@ -164,7 +165,8 @@ class CheckpointManager:
         whole_info = {**(info or {}), **({} if metrics is None else {METRICS: metrics})}
         if (force or self.due.is_due(step)) and self.saver.save(step, state, whole_info, keep, self.due):
             return True
-        self.saver.say_if_saved(step)
+        if not self.due.agreed(step).newer:
+            self.saver.say_if_saved(step)
         return False
 
     def reached_preemption(self, step: int) -> bool:
@@ -211,11 +213,6 @@ class CheckpointManager:
         self.close()
 
     # Reading
-
-    @property
-    def directory(self) -> Path:
-        """The folder of the run."""
-        return self.store.directory
 
     def latest_step(self, *, at_most: int | None = None) -> int | None:
         """The newest step that verifies, read byte by byte; a damaged one is named and quarantined.

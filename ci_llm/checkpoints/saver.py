@@ -154,10 +154,14 @@ class Saver:
 
     def newest(self) -> int | None:
         """The newest step, one in flight included. Raises the error of a save that has ended in its thread."""
+        if not self.behind.busy:
+            self.behind.wait()
+        return self._known_newest()
+
+    def _known_newest(self) -> int | None:
         begun = self._begun
         if self.behind.busy:
             return begun
-        self.behind.wait()
         if self._is_main_process:
             return self._store.newest()
         # Process 0 decides, and knows what became of it; on the others this is for `should_save` only.
@@ -181,8 +185,8 @@ class Saver:
         return True
 
     def say_if_saved(self, step: int) -> None:
-        """Say that a step which was not saved now is the newest one already."""
-        if self._is_main_process and step == self.newest():
+        """Say that a step which is not newer is the newest one already; on process 0, and outside of every vote."""
+        if self._is_main_process and step == self._known_newest():
             logger.info("step %d is saved already", step)
 
     def save_last(self, step: int, state: State, *, info: Mapping[str, object], keep: Collection[int] = ()) -> bool:
