@@ -33,8 +33,6 @@ from ci_llm.errors import CheckpointError
 
 HEAD: Final = "head.json"
 VERSION: Final = 3
-#: The last commit of this project that reads mirrors, and records of them, in the format before.
-LAST_READER: Final = "aff619e9"
 #: The head of a mirror to which nobody has written, and the writer that a disk names while it is being filled.
 NOBODY: Final = ""
 
@@ -104,7 +102,7 @@ def read_token(folder: Path) -> Token | None:
         return None
     except ValueError:
         pass
-    what = f"the record of this run's mirror is damaged, or of a format that commit {LAST_READER} was the last to read"
+    what = "the record of this run's mirror is damaged, or of another version of ci-llm"
     raise CheckpointError(what, where=str(path), hint="remove this file, and give the run another mirror")
 
 
@@ -210,7 +208,9 @@ class Head:
     def parse(cls, data: bytes) -> Head:
         """Raises one of `NOT_DUMPED`: it is not what `dump` wrote. CheckpointError: it is of another version."""
         body = unseal(data, hashlib.sha256, "it")
-        _require_version(body.pop("format_version"))
+        if body.pop("format_version") != VERSION:  # no damage: the steps of another program must not be lost
+            hint = "read it with the one that wrote it, or give this run another prefix"
+            raise CheckpointError("another version of ci-llm wrote this mirror", hint=hint)
         if body.keys() != {each.name for each in fields(cls)}:
             raise ValueError("the head lacks a field")
         return _HEAD.validate_json(json.dumps(body), strict=True)
@@ -222,12 +222,3 @@ _HEAD: Final = TypeAdapter(Head)
 def digest_of(place: str) -> str:
     """The digest in the name of a place."""
     return place.partition("/")[2]
-
-
-def _require_version(version: object) -> None:
-    # No damage: the steps of another program must not be lost.
-    if version in (1, 2):
-        what = f"this mirror is of format {version}, which commit {LAST_READER} of ci-llm was the last to read"
-        raise CheckpointError(what, hint="give this run another prefix, or pull the old mirror with that commit")
-    if version != VERSION:
-        raise CheckpointError("another version of ci-llm wrote this mirror", hint="use the newest ci-llm")

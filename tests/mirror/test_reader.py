@@ -95,12 +95,12 @@ def test_a_head_without_a_whole_copy_is_refused_and_left(one: Node, node: Nodes)
     assert [stored(one, key).read_bytes() for key in keys] == before
 
 
-@pytest.mark.parametrize(("version", "told"), [(2, "commit aff619e9 of ci-llm was the last to read"), (4, "another")])
-def test_a_mirror_of_another_version_is_refused_and_left(version: int, told: str, one: Node, node: Nodes) -> None:
+@pytest.mark.parametrize("version", [2, 4])
+def test_a_mirror_of_another_version_is_refused_and_left(version: int, one: Node, node: Nodes) -> None:
     path = stored(one, HEAD)
     path.write_bytes(resealed({**json.loads(path.read_text()), "format_version": version}))
     before = path.read_bytes()
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match="another version of ci-llm wrote this mirror"):
         node("fresh").begin()
     assert path.read_bytes() == before
 
@@ -111,6 +111,6 @@ def test_the_token_of_a_disk_comes_back(tmp_path: Path) -> None:
     assert read_token(tmp_path) == Token("run", "000003-01234567")
     for text in ("{", '{"run": "of an earlier version", "generation": 3}', '{"run": 3, "writer": ""}'):
         (tmp_path / TOKEN_FILE).write_text(text)
-        with pytest.raises(CheckpointError, match="commit aff619e9 was the last to read") as refused:
+        with pytest.raises(CheckpointError, match="damaged, or of another version") as refused:
             read_token(tmp_path)
         assert refused.value.where == str(tmp_path / TOKEN_FILE)
