@@ -94,13 +94,14 @@ class Saver:
         backend: the name of a module of `backends/`.
         asynchronous: saves run in a thread.
         optimizers: those that change the state; see `AsyncSaver`.
-        interval: what is told how long saves take; None if nobody wants to know.
+        retention: says which older steps stay.
+        interval: measures how long saves take, and knows the failures of the run; None where no interval follows.
 
     Attributes:
         gradients: those of the loop, which a save inside an accumulation window holds.
         behind: the thread.
         closed: whether nothing is saved any more.
-        last_result: what became of the last save.
+        last_result: the result of the last save that has ended.
         after_save: called with every result, in the thread that saved: a mirror looks at the folder then.
     """
 

@@ -414,6 +414,7 @@ class CheckpointStore:
         lease = self._held()
         target = step_folder(self.directory, step)
         if os.path.lexists(target) and self._look_twice(target, True, verify_folder) is not None:
+            self.forget()  # somebody else has written it
             return SaveResult(step, False, f"step {step} is saved already")
         began = time.monotonic()
         records = {**{name: image.record() for name, image in files.items()}, **others.records}
