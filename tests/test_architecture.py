@@ -293,7 +293,7 @@ CAPS = {
     "integrations": 717,
     "logs": 964,
     "lora": 1324,
-    "mirror": 978,
+    "mirror": 973,
     "objectives": 575,
     "report": 1130,
     "run": 5075,
