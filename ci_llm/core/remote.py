@@ -107,8 +107,7 @@ def go_offline_if_unreachable(*names: str) -> str | None:
 
 def offline_note(names: Iterable[str]) -> str | None:
     """`go_offline_if_unreachable`, and what to tell people about the hub if it is unreachable."""
-    reason = go_offline_if_unreachable(*names)
-    return f"unreachable, only its local cache is used ({reason})" if reason else None
+    return (reason := go_offline_if_unreachable(*names)) and f"unreachable, only its local cache is used ({reason})"
 
 
 def fetch(repository: str, patterns: Sequence[str]) -> Path:
