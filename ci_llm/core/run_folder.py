@@ -45,7 +45,7 @@ PEER_LOST: Final = "peer_lost"
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one process of an attempt failed.
+    """The failure of one process of an attempt.
 
     Launchers flatten exit codes, so the reason travels by file.
 
@@ -339,7 +339,7 @@ class BadBatch:
     rows: tuple[int, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as skipped_batches.json and train_state.json have them."""
+        """The content of skipped_batches.json and train_state.json for this batch."""
         return {"step": self.step, "rows": list(self.rows)}
 
 

@@ -188,12 +188,12 @@ def _result(folder: Path, status: Status) -> Evaluated | None:
 
 
 def _known(value: Any) -> Any:
-    """JSON has no NaN."""
+    """The value, or None for a number that is not finite: JSON has none."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def lines(reading: Reading, job: str = "") -> list[str]:
-    """Everything that is known of a run, for people: the lines of `ci-llm status` below the first one.
+    """The lines of `ci-llm status` below the first one: everything that is known of a run.
 
     Args:
         job: a line about its SLURM job.

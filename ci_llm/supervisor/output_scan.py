@@ -179,7 +179,7 @@ class LineSplitter:
         self._rest = ""
 
     def feed(self, data: bytes) -> None:
-        """Hand over the lines that `data` completes; b"" is the end of all. A line that is too long comes in pieces."""
+        """Hand over the lines that `data` completes; b"" ends the stream. A line that is too long comes in pieces."""
         *lines, self._rest = _LINE_END.split(self._rest + self._decode(data, not data))
         if not data or len(self._rest) > _MAX_LINE_LENGTH:
             lines.append(self._rest)
