@@ -1,4 +1,4 @@
-"""`python -m tools.simulate`: goodput, lost work and cost of a job on a cluster of failing nodes."""
+"""`python -m tools.simulate`: goodput and lost work of a job on a cluster of failing nodes."""
 
 from __future__ import annotations
 
