@@ -36,7 +36,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -380,8 +380,6 @@ def main() -> int:
     parser.add_argument("--base", help="a folder of Transformers or a GGUF file (default: SmolLM2, fetched)")
     parser.add_argument("--dataset", type=Path, default=ROWS, help="train.jsonl and test.jsonl (default: docstrings)")
     parser.add_argument("--small", action="store_true", help="the small form, whatever the processor can do")
-    parser.add_argument("--steps", type=int, help="other than those of the form")
-    parser.add_argument("--rows", type=int, help="of a step, other than those of the form")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
     parser.add_argument("--folder", type=Path, help="where the runs stay; a temporary one by default")
     options = parser.parse_args()
@@ -390,7 +388,6 @@ def main() -> int:
     print("the small form" if small else "the full form", end="")
     print("" if fast else ", because this processor does not multiply bf16")
     form = SMALL if small else FULL
-    form = replace(form, steps=options.steps or form.steps, rows=options.rows or form.rows)
     base = folder_of(options.base or _fetched())
     with tempfile.TemporaryDirectory() as scratch:
         folder = (options.folder or Path(scratch)).resolve()

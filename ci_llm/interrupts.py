@@ -91,7 +91,7 @@ class Interrupts:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run shall stop, for example "signal:SIGTERM"; None if it shall not."""
+        """The reason why the run shall stop, for example "signal:SIGTERM"; None if it shall not."""
         return self._stop_request[0] if self._stop_request else None
 
     @property
@@ -264,7 +264,7 @@ _process_ends = False
 
 
 def ends_with_process() -> None:
-    """For a program: after its last `Interrupts` their signals are ignored until the process has ended.
+    """Ignore the signals of the last `Interrupts` of this process after it, until the process has ended.
 
     The exit code is decided by then, and a signal during the exit of the interpreter must not change it.
     """
@@ -297,7 +297,7 @@ os.register_at_fork(before=_block_before_fork, after_in_parent=_unblock_after_fo
 
 @contextlib.contextmanager
 def termination_blocked() -> Iterator[None]:
-    """Hold SIGTERM and SIGHUP back in this thread; threads and processes that start meanwhile do so for good."""
+    """Block SIGTERM and SIGHUP in this thread; threads and processes that start meanwhile block them for good."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
         yield

@@ -31,14 +31,14 @@ from ci_llm.errors import CheckpointError
 
 
 class PyTreeCheckpointer:
-    """Says to Orbax how a tree is written; there is one way here, so it takes nothing."""
+    """Orbax's argument for the way a tree is written. There is one way here, so it takes nothing."""
 
     def __init__(self, *others: Any, **named: Any) -> None:
         _refuse([*(f"a {type(each).__name__}" for each in others), *named], "PyTreeCheckpointer()")
 
 
 class CheckpointManagerOptions:
-    """When a manager saves, and how many it keeps.
+    """The options of a manager: when it saves, and how many checkpoints it keeps.
 
     Raises:
         CheckpointError: another field; the message names it.
@@ -70,7 +70,7 @@ class CheckpointManager(manager.CheckpointManager):
         super().__init__(directory, **vars(options or CheckpointManagerOptions()) | keywords)
 
     def save(self, step: int, state: State | None = None, **keywords: Any) -> bool:
-        """As ours. Raises CheckpointError for an argument that it does not have, `args` among them."""
+        """See `ci_llm.CheckpointManager`. Raises CheckpointError for an argument that it does not have."""
         _refuse(keywords.keys() - inspect.signature(manager.CheckpointManager.save).parameters, "save(step, state)")
         if state is None:
             raise CheckpointError("there is no state", where="save(step, state)")
@@ -79,7 +79,7 @@ class CheckpointManager(manager.CheckpointManager):
     def restore(
         self, step: int | None = None, into: MutableMapping[str, Any] | None = None, **others: Any
     ) -> MutableMapping[str, Any]:
-        """As ours. Raises CheckpointError for an argument that it does not have, `args` among them."""
+        """See `ci_llm.CheckpointManager`. Raises CheckpointError for an argument that it does not have."""
         _refuse(others, "restore(step, into)")
         return super().restore(step, into)
 

@@ -20,12 +20,7 @@ CASES: Final[tuple[tuple[str, str, tuple[Outcome, ...], Outcome], ...]] = (
     ("refused", "the call is wrong, nothing began", (), replace(_RAN, kind="refused")),
     ("any failure", "all retries are used up", (_RAN,) * 10, replace(_RAN, kind="nonfinite")),
     ("nonfinite", "", (), replace(_RAN, kind="nonfinite")),
-    (
-        "nonfinite",
-        "own run, good until step 250",
-        (),
-        replace(_RAN, kind="nonfinite", good_step=250),
-    ),
+    ("nonfinite", "own run, good until step 250", (), replace(_RAN, kind="nonfinite", good_step=250)),
     ("nonfinite", "three cuts without progress", (_CUT,) * 3, _CUT),
     ("nonfinite", "near the smallest learning rate", (), replace(_RAN, kind="nonfinite", learning_rate=1.2e-6)),
     ("nonfinite", "at the smallest learning rate", (), replace(_RAN, kind="nonfinite", learning_rate=1e-6)),

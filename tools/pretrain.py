@@ -126,10 +126,7 @@ def pretrain(tokenizer: PreTrainedTokenizerFast, steps: int = STEPS) -> LlamaFor
         optimizer.step()
         schedule.step()
         if step % 100 == 0:
-            print(
-                f"step {step} of {steps}  loss {loss.item():.4f}  {time.monotonic() - start:.0f} s",
-                flush=True,
-            )
+            print(f"step {step} of {steps}  loss {loss.item():.4f}  {time.monotonic() - start:.0f} s", flush=True)
     return model.eval()
 
 

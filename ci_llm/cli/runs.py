@@ -23,7 +23,6 @@ from ci_llm.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
     from ci_llm.report.scores import Leaderboard
-    from ci_llm.report.watch import Scene
     from ci_llm.run.step.members import CrowdRequest
 
 
@@ -65,13 +64,11 @@ def watch(words: list[str]) -> int:
     parser.add_argument("runs", nargs="*", metavar="RUN", help="an output folder; several share a table")
     parser.add_argument("--once", action="store_true", help="print one picture and leave")
     given = parser.parse_args(words)
-    from ci_llm.report.watch import Scene
-
-    scene = Scene(given.runs or [str(named_run([]))])
-    return _print_once(scene) if given.once or not sys.stdout.isatty() else _redraw(scene)
+    runs = given.runs or [str(named_run([]))]
+    return _print_once(runs) if given.once or not sys.stdout.isatty() else _redraw(runs)
 
 
-def _print_once(scene: Scene) -> int:
+def _print_once(runs: Sequence[str]) -> int:
     """Print one picture of the runs.
 
     Raises:
@@ -80,32 +77,31 @@ def _print_once(scene: Scene) -> int:
     from rich.console import Console
 
     from ci_llm.report.status import Reading
-    from ci_llm.report.watch import picture
+    from ci_llm.report.watch import exit_code, look_at_all, picture
 
-    scene.look()
-    if not any(isinstance(look, Reading) for look in scene.looks):
-        for look in scene.looks:
+    looks = look_at_all(runs)
+    if not any(isinstance(look, Reading) for look in looks):
+        for look in looks:
             read_status(look.folder)  # raises with what is wrong there
         raise BadInput(NOT_A_RUN, hint="give the output_dir of a run")
-    Console(highlight=False).print(picture(scene.looks, scene.jobs))
-    return scene.exit_code()
+    Console(highlight=False).print(picture(looks))
+    return exit_code(looks)
 
 
-def _redraw(scene: Scene) -> int:
+def _redraw(runs: Sequence[str]) -> int:
     """Draw until all runs have ended; the last picture stays."""
     from rich.console import Console
     from rich.live import Live
 
-    from ci_llm.report.watch import picture
+    from ci_llm.report.watch import exit_code, have_ended, look_at_all, picture
 
     with Live(console=Console(highlight=False), auto_refresh=False) as live:
         while True:
-            scene.look()
-            ended = scene.has_ended()
-            footer = "" if ended else "Ctrl-C leaves; the runs continue"
-            live.update(picture(scene.looks, scene.jobs, footer), refresh=True)
+            looks = look_at_all(runs)
+            ended = have_ended(looks)
+            live.update(picture(looks, "" if ended else "Ctrl-C leaves; the runs continue"), refresh=True)
             if ended:
-                return scene.exit_code()
+                return exit_code(looks)
             time.sleep(INTERVAL_S)
 
 

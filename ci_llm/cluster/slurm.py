@@ -118,31 +118,6 @@ def query_job(job: Job, query: Query = query) -> JobInfo | None:
     )
 
 
-@dataclass(frozen=True)
-class QueuedJob:
-    """A job as squeue lists it, in SLURM's words.
-
-    Attributes:
-        state: RUNNING, PENDING and so on.
-        reason: why it waits.
-        time_left: until its limit, such as 1-02:03:04 or UNLIMITED.
-    """
-
-    state: str
-    reason: str
-    time_left: str
-
-
-def query_queue(ids: Sequence[str], query: Query = query) -> dict[str, QueuedJob] | None:
-    """The jobs that squeue still lists, by id; None if it fails."""
-    # For one job that is long gone squeue fails; of several it lists those that are there. So each is named twice.
-    answer = query(["squeue", "-h", "-r", "-j", ",".join([*ids, *ids]), "-o", "%i|%T|%r|%L"])
-    if answer is None:
-        return None
-    lines = (line.strip().split("|") for line in answer.splitlines())
-    return {parts[0]: QueuedJob(*parts[1:]) for parts in lines if len(parts) == 4}
-
-
 def kill_time(job: Job, query: Query = query, now: float | None = None) -> float | None:
     """Unix seconds at which SLURM kills a job that it has signalled to end; None if that is not known.
 

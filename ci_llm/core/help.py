@@ -54,7 +54,7 @@ class HelpfulParser(argparse.ArgumentParser):
         print(self.format_help(), end="", file=file)  # argparse's own hides that the output fails
 
     def shorten_for(self, words: Sequence[str]) -> None:
-        """Leave out of the help what few people need, unless the words ask for all."""
+        """Hide the options that few people need, unless the words ask for all."""
         if asked_help(words) == ALL:
             return
         for action in self._actions if self.common is not None else ():

@@ -84,7 +84,7 @@ _NAMED: Final[set[str]] = set()
 
 
 def allow_import(name: str) -> None:
-    """Let `import_named` import what a user's own configuration names."""
+    """Allow `import_named` to import a name of a user's own configuration."""
     _NAMED.add(name)
 
 

@@ -48,8 +48,8 @@ def last_records(run_folder: Path, at_most: int) -> list[Record]:
 
 def metrics_of(run_folder: Path, step: int) -> dict[str, object]:
     """All values that the file has for `step`; of a name that comes twice, the later value."""
-    records, _ = read_records(run_folder)
-    return {name: value for record in records if record["step"] == step for name, value in record.items()}
+    records = [record for record in read_records(run_folder)[0] if record["step"] == step]
+    return {name: value for record in records for name, value in record.items()}
 
 
 def number(value: object) -> float:

@@ -38,7 +38,7 @@ _KINDS: Final = ("machine", "settings", "versions")
 
 
 def names(device: torch.device, kernels: str = PLAIN) -> dict[str, Any]:
-    """Everything with a name that decides bits on this device in this process; `differences` compares two of them.
+    """The names that decide bits on this device in this process; `differences` compares those of two runs.
 
     Args:
         kernels: the kernels of the run, as its checkpoints record them.

@@ -35,7 +35,7 @@ def without_secrets(url: str) -> str:
 
 
 def why_no_mirror(url: str) -> tuple[str, str] | None:
-    """Why a text cannot be the URL of a mirror, and what to do instead; None if it can."""
+    """(The reason why a text cannot be the URL of a mirror, what to do instead); None if it can."""
     parts = urlsplit(url) if is_url(url) else None
     if parts is None or parts.scheme not in SCHEMES:
         hint = f"give a URL such as s3://bucket/prefix; schemes: {', '.join(SCHEMES)}"
@@ -74,7 +74,7 @@ def may_be_repository(name: str) -> bool:
 
 
 def why_unreachable() -> str | None:
-    """Why the hub does not answer; None if it does, with any status. HF_ENDPOINT and proxies are respected."""
+    """The reason why the hub does not answer; None if it does, with any status. Respects HF_ENDPOINT and proxies."""
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     try:
         with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=TIMEOUT_S):
@@ -106,13 +106,12 @@ def go_offline_if_unreachable(*names: str) -> str | None:
 
 
 def offline_note(names: Iterable[str]) -> str | None:
-    """`go_offline_if_unreachable`, and what to tell people about the hub if it is unreachable."""
-    reason = go_offline_if_unreachable(*names)
-    return f"unreachable, only its local cache is used ({reason})" if reason else None
+    """`go_offline_if_unreachable`; returns a line for people if the hub is unreachable."""
+    return (reason := go_offline_if_unreachable(*names)) and f"unreachable, only its local cache is used ({reason})"
 
 
 def fetch(repository: str, patterns: Sequence[str]) -> Path:
-    """Files of a model on the hub, from the local cache where the hub is unreachable; the folder they are in.
+    """The folder with files of a model on the hub; they come from the local cache where the hub is unreachable.
 
     Args:
         repository: as `user/name`.

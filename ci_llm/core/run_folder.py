@@ -45,7 +45,7 @@ PEER_LOST: Final = "peer_lost"
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one process of an attempt failed.
+    """The failure of one process of an attempt.
 
     Launchers flatten exit codes, so the reason travels by file.
 
@@ -339,7 +339,7 @@ class BadBatch:
     rows: tuple[int, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as skipped_batches.json and train_state.json have them."""
+        """The content of skipped_batches.json and train_state.json for this batch."""
         return {"step": self.step, "rows": list(self.rows)}
 
 
@@ -370,6 +370,8 @@ BEGINNING: Final = "beginning.json"
 CROWD_CHANGES: Final = "crowd_changes.json"
 #: The result of a run; `ci_llm.core.evaluation_file` writes and reads it.
 EVALUATION: Final = "evaluation.json"
+#: The answers to the rows of `ci-llm evaluate`, a line each.
+PREDICTIONS: Final = "predictions.jsonl"
 #: Names in the folder of a sweep: its record, the folder of its runs, and the folder of the best trial's agent.
 SWEEP: Final = "sweep.json"
 SEGMENTS: Final = "segments"
@@ -385,7 +387,7 @@ OF_A_RUN: Final = (
     *("checkpoint_step_*", "final_checkpoint", "quarantine", "superseded", ATTEMPTS, BEGINNING, RECOVERY),
     *("status.json", "training.log", "metrics.jsonl", EVALUATION, "gpu_stats.json"),
     *("tensorboard", "requests", COMPLETIONS, CROWD_CHANGES, SKIPPED_BATCHES, BASE_MODEL),
-    *("report.html", "predictions.jsonl", "predictions.source.json", "calibration.json", PUSH_RECORD),
+    *("report.html", PREDICTIONS, "predictions.source.json", "calibration.json", PUSH_RECORD),
 )
 #: Other files of a run and of a sweep, which stay where they are. `BEST` is a likely name of a run.
 _BESIDE: Final = (".*", "overwritten", "mirror.json", SWEEP, SEGMENTS)

@@ -84,7 +84,7 @@ class Status:
 
     @property
     def evaluation_at_most(self) -> int | None:
-        """Rows at a time for the next attempt: half of those with which this one ended without a word, or failed."""
+        """The most rows that the next attempt evaluates at a time: half as many if this one died or failed in that."""
         size, ended = self.evaluation_batch_size, self.status in ("running", "failed", "vanished")
         if size is None or self.phase is None:
             return size
@@ -298,7 +298,7 @@ def _kept_path(output_dir: Path | str, attempt: int) -> Path:
 
 
 def _why_gone(status: Status, now: float) -> str | None:
-    """Why an attempt that has not said how it ended does not run any more; None if it may run."""
+    """The reason why an attempt without an end in its status does not run any more; None if it may run."""
     if status.pid_space == pid_space() and not is_alive(status.pid):
         return "its process is gone"
     return "no heartbeat" if now - status.heartbeat > VANISHED_AFTER_S else None

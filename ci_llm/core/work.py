@@ -36,7 +36,7 @@ class Work:
     began_at: float = field(default_factory=time.monotonic)
 
     def advance_to(self, done: int) -> None:
-        """Say that so many parts are done."""
+        """Tell the listeners that so many parts are done."""
         self.done = done
         _tell(self)
 
@@ -73,7 +73,7 @@ def _tell(work: Work) -> None:
 
 @contextmanager
 def weights_counted() -> Iterator[None]:
-    """Count what Transformers would show by progress bars while it loads or saves weights, and show no bars."""
+    """Count the weights that Transformers loads or saves, and show none of its progress bars."""
     from transformers import modeling_gguf_pytorch_utils as gguf_reader
     from transformers.utils import logging as transformers_logging
 

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TextIO
+from typing import Final, Literal
 
 from rich.console import Console
 from rich.text import Text
@@ -92,31 +92,6 @@ def _error_lines(error: Exception) -> list[str]:
 MARKS: Final = {"passed": ("ok", "green"), "failed": ("FAILED", "bold red"), "skipped": ("skipped", "dim")}
 
 
-class Report:
-    """Shows the results one by one; it redraws nothing, because lines may have left the screen.
-
-    Args:
-        width: columns that the names take.
-        terminal: standard output by default.
-    """
-
-    def __init__(self, width: int, terminal: TextIO | None = None) -> None:
-        self._width = width
-        self._console = Console(file=terminal or sys.stdout, highlight=False)
-
-    def show(self, result: CheckResult) -> None:
-        """Show a result: what was found; or what is wrong, where, and the hint."""
-        mark, style = MARKS[result.verdict]
-        took = "" if result.verdict == "skipped" else f"{result.seconds:.1f} s"
-        lines = f"\n{'':<{self._width + 18}}".join(result.lines)
-        row = Text.assemble((f"{mark:<8}", style), f"{result.name:<{self._width}}", (f"{took:>8}", "dim"), f"  {lines}")
-        self._console.print(row, soft_wrap=True)
-
-    def say(self, text: str) -> None:
-        """Print a line below the results."""
-        self._console.print(text, markup=False, emoji=False, soft_wrap=True)
-
-
 CHECKS: Final = (
     Check("environment", (), environment.environment),
     Check("precision", (), environment.precision),
@@ -158,24 +133,27 @@ def dry_run(config: Config, interrupts: Interrupts, launch: Launch, *, debug: bo
 
     context = CheckContext(config, launch, interrupts)
     with context.at_end:
-        report = Report(max(len(check.name) for check in CHECKS))
         for result in run_checks(CHECKS, context, stopped=stopped, debug=debug):
             results.append(result)
-            _show(report, result, launch)
+            if launch.is_main_process:
+                _show(result)
+            elif result.verdict == "failed":
+                story = "\n".join(result.lines)
+                print(f"process {launch.process_index}: {result.name} failed: {story}", file=sys.stderr, flush=True)
         if launch.is_main_process:
-            for note in [*(context.processes.notes if hasattr(context, "processes") else ()), *config.notices()]:
-                report.say(note)
-            report.say(_summary(results, time.monotonic() - start))
+            notes = context.processes.notes if hasattr(context, "processes") else ()
+            print(*notes, *config.notices(), _summary(results, time.monotonic() - start), sep="\n", flush=True)
     return 0 if all(result.verdict == "passed" for result in results) else 1
 
 
-def _show(report: Report, result: CheckResult, launch: Launch) -> None:
-    """The main process shows every result, the others only their own failures."""
-    if launch.is_main_process:
-        report.show(result)
-    elif result.verdict == "failed":
-        story = "\n".join(result.lines)
-        print(f"process {launch.process_index}: {result.name} failed: {story}", file=sys.stderr, flush=True)
+def _show(result: CheckResult) -> None:
+    """Print a result at once. Nothing is redrawn, because lines may have left the screen."""
+    mark, style = MARKS[result.verdict]
+    width = max(len(check.name) for check in CHECKS)
+    took = "" if result.verdict == "skipped" else f"{result.seconds:.1f} s"
+    lines = f"\n{'':<{width + 18}}".join(result.lines)
+    row = Text.assemble((f"{mark:<8}", style), f"{result.name:<{width}}", (f"{took:>8}", "dim"), f"  {lines}")
+    Console(highlight=False).print(row, soft_wrap=True)
 
 
 def _summary(results: Sequence[CheckResult], seconds: float) -> str:

@@ -18,6 +18,7 @@ from ci_llm.checkpoints.manifest import read_file, read_manifest
 from ci_llm.config import Config, load_config, parse_config
 from ci_llm.config.schema import with_trait
 from ci_llm.core.measures import JudgedBy
+from ci_llm.core.run_folder import PREDICTIONS
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoding import num_positions
 from ci_llm.crowd.given_path import META_FILE
@@ -40,9 +41,6 @@ logger = logging.getLogger(__name__)
 KEYS: Final = tuple(with_trait("evaluable"))
 _COLUMNS: Final = tuple(key for key in KEYS if key.endswith("_column"))
 _CONFIG: Final = "config.yaml"
-
-
-PREDICTIONS: Final = "predictions.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -163,7 +163,7 @@ def _parsed(line: bytes, prompts: Sequence[str], number: int, path: Path) -> Row
 
 @contextmanager
 def _held(path: Path) -> Iterator[None]:
-    """Lock the file inside. Raises BadInput if another process has locked it."""
+    """Lock the file within the block. Raises BadInput if another process has locked it."""
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(locked(path, wait=False, required=False))
@@ -228,7 +228,7 @@ def sureness_of_answers(
 def sureness(
     by: str, numbers: ArrayLike, right: ArrayLike, abstain_below: float | None, order: ArrayLike | None = None
 ) -> Sureness:
-    """Figures on n probabilities, called `by`, that answers are right.
+    """The quality of n probabilities, called `by`, that answers are right.
 
     Args:
         order: numbers to sort the answers by, if the probabilities round to 0; None to sort by these.
@@ -253,7 +253,7 @@ def sureness(
 
 
 def sureness_lines(sure: Sureness) -> Iterator[str]:
-    """Lines that say how far the numbers of how sure the crowd is can be trusted."""
+    """Lines about how far the crowd's sureness can be trusted."""
     right, wrong = sure.right, sure.rows - sure.right
     are_few = sure.auroc is None or min(right, wrong) < LEAST_OF_EACH
     area = f"no AUROC below {LEAST_OF_EACH} of each" if are_few else f"{sure.auroc:.3f} AUROC of wrong answers"

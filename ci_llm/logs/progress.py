@@ -68,11 +68,11 @@ class Speed:
             self._marks.popleft()
 
     def pause(self) -> None:
-        """Training pauses, for an evaluation for instance: this time does not count as slow steps."""
+        """Begin a pause, such as an evaluation, whose time does not count as slow steps."""
         self._rests_since = self._clock()
 
     def resume(self) -> None:
-        """The end of a pause."""
+        """End the pause."""
         pause_s = self._clock() - self._rests_since
         self._rested_s += pause_s
         self._pause_s += pause_s if self._first else 0.0  # before the first position, rows were read
@@ -85,11 +85,11 @@ class Speed:
         return ((last - first) / (now - began), (after - before) / (now - began)) if now > began else None
 
     def elapsed(self) -> timedelta:
-        """Since the first position."""
+        """The time since the first position."""
         return countdown(self._clock() - self._first[1] if self._first else 0)
 
     def left(self, total: int) -> timedelta | None:
-        """Until the end: the steps at the pace of this attempt so far, and a last evaluation like the one before.
+        """The time until the end: of the steps at the pace so far, and of a last evaluation like the one before.
 
         None before two steps; after the last step also when no evaluation was seen, or the last one takes longer.
         """

@@ -297,7 +297,7 @@ class RunLog:
 
 
 class RunHandler(logging.Handler):
-    """Hands the records of the package to a run's log.
+    """A handler that gives the records of the package to a run's log.
 
     Args:
         take: called with the name of the level, empty for INFO, and the text.

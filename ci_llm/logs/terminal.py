@@ -230,7 +230,7 @@ class View:
             self._works = (*self._works, work)
 
     def draw(self, width: int) -> RenderableType:
-        """All of it, in lines of at most `width` columns."""
+        """The whole view, in lines of at most `width` columns."""
         position, works = self._position, self._works
         bars = _bars(width)
         for work in works:
@@ -323,7 +323,7 @@ def _cells(names: Sequence[str], losses: Sequence[float]) -> list[Text]:
 
 
 def _loss(loss: float) -> str:
-    """At least five columns, so that lines do not jump from step to step."""
+    """A loss in at least five columns, so that lines do not jump from step to step."""
     return f"{loss:>5.3f}" if 0.001 <= abs(loss) < 1000 or loss == 0 else f"{loss:>5.2g}"
 
 
@@ -395,7 +395,7 @@ class Terminal:
             self._write(self._area.erased)
 
     def _draw_if_needed(self) -> None:
-        """Begin to draw with the first thing to show, and end with the last."""
+        """Start the thread that draws with the first thing to show, and end it with the last."""
         if self._view.is_empty:
             self.close()
         elif self._drawer is None and self._area is not None:
@@ -480,7 +480,7 @@ class _Others:
         return self._open_since is not None
 
     def end_line(self) -> None:
-        """Keep a line that has no end yet: what comes next begins below it."""
+        """End a line that other code has begun, so that the next one begins below it."""
         if self._open_since is not None:
             self._open_since = None
             with contextlib.suppress(OSError, ValueError):  # the next line of our own finds out

@@ -126,7 +126,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _place(name: str) -> tuple[bool, bool]:
-    """Sorts the names of scores: what is about all agents stands below them."""
+    """The sort key of a score's name: what is about all agents stands below them."""
     return name not in LEADING, name in TOGETHER
 
 

@@ -27,6 +27,7 @@ from ci_llm.core.metrics_file import METRICS_NAME, Record, finite_numbers, numbe
 from ci_llm.core.run_folder import (
     MOVE_AWAY,
     NOT_A_RUN,
+    PREDICTIONS,
     SWEEP,
     Failure,
     attempt_numbers,
@@ -222,7 +223,6 @@ def _spent(attempt: Attempt, after: Attempt | None, lines: Sequence[Record], ste
     return spent
 
 
-PREDICTIONS: Final = "predictions.jsonl"
 _ASKED: Final = "predictions.source.json"
 
 

@@ -244,7 +244,7 @@ def plots_of(
 
 
 def thinned(points: Points) -> Points:
-    """About `MOST_POINTS` points at most; the lowest and the highest of each stretch stay, so that no spike is lost."""
+    """At most about `MOST_POINTS` of the points; the extremes of each stretch stay, so that no spike is lost."""
     if len(points) <= MOST_POINTS:
         return points
     width = math.ceil(2 * len(points) / MOST_POINTS)

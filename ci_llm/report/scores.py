@@ -152,7 +152,7 @@ def gains(evaluation: Evaluation) -> Iterator[tuple[str, Gain]]:
 
 
 def notes(evaluation: Evaluation, run: Path | str) -> Iterator[str]:
-    """Lines for people: other figures, the best agent of those with settings of their own, and a useless crowd.
+    """Lines for people: other figures, the best of agents that differ in settings, and a crowd that adds nothing.
 
     Args:
         run: the argument RUN of the commands in the lines.
@@ -271,7 +271,7 @@ def what_evaluated(evaluation: Evaluation) -> str:
 
 
 def comparable(one: Evaluation, other: Evaluation) -> str | None:
-    """Why two evaluations cannot be subtracted; None if they can."""
+    """The reason why two evaluations cannot be subtracted; None if they can."""
     if one.data != other.data:
         return f"different data sets: {', '.join(one.data)} and {', '.join(other.data)}"
     if one.measured_by != other.measured_by:
@@ -330,7 +330,7 @@ def failed_rows(rows: Iterable[R]) -> list[R]:
 
 
 def _joined(own: Sequence[Row], other: Sequence[Row]) -> list[tuple[bool, bool]]:
-    """(whether the one is right, whether the other is right) for every row that both have answered."""
+    """(True if the one is right, True if the other is) for every row that both have answered."""
     known = {_question(row): bool(row["correct"]) for row in other}
     return [(bool(row["correct"]), known[_question(row)]) for row in own if _question(row) in known]
 

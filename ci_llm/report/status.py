@@ -188,20 +188,16 @@ def _result(folder: Path, status: Status) -> Evaluated | None:
 
 
 def _known(value: Any) -> Any:
-    """JSON has no NaN."""
+    """The value, or None for a number that is not finite: JSON has none."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def lines(reading: Reading, job: str = "") -> list[str]:
-    """Everything that is known of a run, for people: the lines of `ci-llm status` below the first one.
-
-    Args:
-        job: a line about its SLURM job.
-    """
-    return [line for line in _told(reading, job) if line]
+def lines(reading: Reading) -> list[str]:
+    """The lines of `ci-llm status` below the first one: everything that is known of a run."""
+    return [line for line in _told(reading) if line]
 
 
-def _told(reading: Reading, job: str) -> Iterator[str]:
+def _told(reading: Reading) -> Iterator[str]:
     run = reading.status
     moving = [speed(reading), time_left(reading)] if reading.is_running else []
     yield ", ".join(filter(None, [progress(reading), *moving]))
@@ -211,7 +207,7 @@ def _told(reading: Reading, job: str) -> Iterator[str]:
     yield scores(reading)
     if run.status in ("running", "vanished"):
         yield f"attempt {run.attempt} on {run.host}, heartbeat {duration(round(reading.heartbeat_age_s))} ago"
-    yield job or (f"SLURM job {reading.slurm_job}" if reading.slurm_job else "")
+    yield f"SLURM job {reading.slurm_job}" if reading.slurm_job else ""
     yield f"warning: {run.warning}" if run.warning else ""
     yield f"best crowd in an evaluation so far: after step {run.best_step}" if run.best_step is not None else ""
     yield _mirror(run.mirror) if run.mirror else ""

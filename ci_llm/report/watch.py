@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import shutil
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -15,15 +11,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ci_llm.cluster.slurm import QueuedJob, query, query_queue
 from ci_llm.errors import BadInput
 from ci_llm.report.status import Reading, lines, look_at, speed, time_left, way_on
 
-Ask: TypeAlias = Callable[[Sequence[str]], "dict[str, QueuedJob] | None"]
-
-_ASK_EVERY_S: Final = 10.0  # a controller serves the whole cluster
-_ANSWER_WITHIN_S: Final = 2.0  # for the picture waits for it
-_PATIENCE_S: Final = 120.0  # for a supervisor to launch a run again, and for a folder that has gone
+_PATIENCE_S: Final = 120.0  # for a supervisor or a scheduler to launch a run again
 _WORST_FIRST: Final = (1, 75, 3)
 
 
@@ -38,61 +29,27 @@ class Absent:
 Look: TypeAlias = Reading | Absent
 
 
-class Scene:
-    """Runs that begin, train and end.
+def look_at_all(words: Sequence[str]) -> list[Look]:
+    """A look at every run that the words of a call mean now; see `find_runs`."""
+    return [*map(_look_at, find_runs(words))]
 
-    Args:
-        words: folders of runs, and folders that hold runs.
-        ask: what squeue says about jobs, by their ids; by default squeue itself, where it is installed.
 
-    Attributes:
-        looks: at each run, as it was at the last `look`.
-        jobs: the last answer of squeue, by id.
-    """
+def have_ended(looks: Sequence[Look]) -> bool:
+    """True if every run has ended and none will be started again."""
+    return bool(looks) and all(map(_is_over, looks))
 
-    def __init__(self, words: Sequence[str], ask: Ask | None = None) -> None:
-        if ask is None and shutil.which("squeue"):
-            ask = partial(query_queue, query=partial(query, timeout_s=_ANSWER_WITHIN_S))
-        self._words, self._ask = words, ask
-        self._asked: tuple[float, set[str]] = -math.inf, set()
-        self._answered: set[str] = set()  # jobs that the last answer is about
-        self.looks: list[Look] = []
-        self.jobs: Mapping[str, QueuedJob] = {}
 
-    def look(self) -> None:
-        """Look at every run."""
-        self.looks = [*map(_look_at, find_runs(self._words))]
-        runs = [look for look in self.looks if isinstance(look, Reading) and look.status.status != "completed"]
-        self._ask_squeue({run.slurm_job for run in runs if run.slurm_job})
+def exit_code(looks: Sequence[Look]) -> int:
+    """The exit code of `ci-llm status`; of several runs the worst: failed, interrupted, running, completed."""
+    codes = {look.status.exit_code if isinstance(look, Reading) else 3 for look in looks}
+    return next((code for code in _WORST_FIRST if code in codes), 0)
 
-    def has_ended(self) -> bool:
-        """True if every run has ended and none will be started again."""
-        return bool(self.looks) and all(map(self._is_over, self.looks))
 
-    def exit_code(self) -> int:
-        """The exit code of `ci-llm status`; of several runs the worst: failed, interrupted, running, completed."""
-        codes = {look.status.exit_code if isinstance(look, Reading) else 3 for look in self.looks}
-        return next((code for code in _WORST_FIRST if code in codes), 0)
-
-    def _ask_squeue(self, jobs: set[str]) -> None:
-        now, (asked_at, before) = time.monotonic(), self._asked
-        if self._ask is None or not jobs or (jobs == before and now - asked_at < _ASK_EVERY_S):
-            return
-        self._asked = now, jobs
-        answer = self._ask(sorted(jobs))
-        if answer is not None:  # else the last answer holds: a controller may be busy, or away
-            self.jobs, self._answered = answer, jobs
-
-    def _is_over(self, look: Look) -> bool:
-        if isinstance(look, Absent):
-            return False
-        if look.status.status == "completed":
-            return True
-        job = look.slurm_job
-        has_left = job is None or self._ask is None or (job in self._answered and job not in self.jobs)
-        if look.is_running or not has_left:  # its job may be waiting to run it again
-            return False
-        return not look.is_supervised or look.heartbeat_age_s > _PATIENCE_S
+def _is_over(look: Look) -> bool:
+    if isinstance(look, Absent) or look.is_running:
+        return False
+    is_launched_again = look.status.status != "completed" and (look.is_supervised or look.slurm_job is not None)
+    return not is_launched_again or look.heartbeat_age_s > _PATIENCE_S
 
 
 def find_runs(words: Sequence[str]) -> list[Path]:
@@ -118,11 +75,10 @@ def _look_at(folder: Path) -> Look:
 _STYLES: Final = {"running": "cyan", "completed": "green", "interrupted": "yellow", "waiting": "dim"}
 
 
-def picture(looks: Sequence[Look], jobs: Mapping[str, QueuedJob], footer: str = "") -> Group:
+def picture(looks: Sequence[Look], footer: str = "") -> Group:
     """A table of runs, and below it what asks for attention; of a single run all that `ci-llm status` tells.
 
     Args:
-        jobs: what squeue says, by the id of the job.
         footer: a line below.
     """
     table = Table(box=None, pad_edge=False)
@@ -134,9 +90,9 @@ def picture(looks: Sequence[Look], jobs: Mapping[str, QueuedJob], footer: str = 
         table.add_row(Text(_name(look, looks)), *_cells(look))
     if len(looks) == 1:
         [look] = looks
-        notes = [look.why] if isinstance(look, Absent) else [_reason(look), *lines(look, _job(look, jobs))]
+        notes = [look.why] if isinstance(look, Absent) else [_reason(look), *lines(look)]
     else:
-        notes = [f"{_name(look, looks)}: {note}" for look in looks for note in _alarms(look, jobs)]
+        notes = [f"{_name(look, looks)}: {note}" for look in looks for note in _alarms(look)]
     told = [Text(note, style="yellow" if "warning: " in note else "") for note in notes if note]
     return Group(table, *told, *([Text(footer, style="dim")] if footer else []))
 
@@ -155,21 +111,12 @@ def _cells(look: Look) -> list[RenderableType]:
     ]
 
 
-def _alarms(look: Look, jobs: Mapping[str, QueuedJob]) -> list[str]:
+def _alarms(look: Look) -> list[str]:
     if isinstance(look, Absent):
         return [look.why]
     ended = "; ".join(filter(None, [_reason(look), way_on(look.status)]))
     warning = f"warning: {look.status.warning}" if look.status.warning else ""
-    return [*filter(None, [ended, _job(look, jobs), warning])]
-
-
-def _job(run: Reading, jobs: Mapping[str, QueuedJob]) -> str:
-    """A line about the run's SLURM job; empty if squeue does not list it."""
-    if run.slurm_job is None or run.slurm_job not in jobs:
-        return ""
-    found = jobs[run.slurm_job]
-    waits = f" ({found.reason})" if found.state == "PENDING" else f", {found.time_left} left"
-    return f"SLURM job {run.slurm_job} {found.state}{waits}"
+    return [*filter(None, [ended, warning])]
 
 
 def _reason(run: Reading) -> str:

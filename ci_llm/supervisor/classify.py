@@ -88,7 +88,7 @@ def _before_it_began(result: AttemptResult, has_begun: bool) -> tuple[Kind, str]
     if result.returncode == 0:
         return "completed", "nothing was left to do"
     if result.returncode == BAD_CALL and not has_begun:
-        return "refused", _last_line(result)
+        return "refused", result.evidence.last_lines[-1] if result.evidence.last_lines else "it said nothing"
     return classify_by_output(result)
 
 
@@ -97,10 +97,6 @@ def _killed(result: AttemptResult, detail: str) -> tuple[Kind, str]:
     if result.memory_pressure:
         return "out_of_memory", f"{detail}, while memory was short"
     return "killed", detail
-
-
-def _last_line(result: AttemptResult) -> str:
-    return result.evidence.last_lines[-1] if result.evidence.last_lines else "it said nothing"
 
 
 def _in_words(code: int) -> str:

@@ -85,7 +85,7 @@ def _split(text: str) -> list[str]:
 
 
 def _newest_ns(path: Path) -> int:
-    """When a file, or anything in a folder, was written last. Some scripts write over their checkpoint in place."""
+    """The time of the last write of a file, or of anything in a folder: some scripts write over their checkpoint."""
     # os.walk leaves out a folder that is removed meanwhile, where rglob would raise.
     inside = [Path(folder, name) for folder, *names in os.walk(path) for name in chain(*names)]
     return max(_modified_ns(one) for one in [path, *inside])

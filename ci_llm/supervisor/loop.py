@@ -288,7 +288,7 @@ class Supervisor:
             logger.log(level, "  %s", _NEXT[decision.action].format(**values))
 
     def _summarise(self, decision: Decision) -> None:
-        """Tell the whole supervision in one piece, if it took more than one attempt or the only one failed."""
+        """Log a summary of all attempts, if there were several or the only one failed."""
         count = len(self._records)
         if count == 1 and decision.action != "give up":
             return

@@ -16,7 +16,7 @@ from ci_llm.supervisor.policy import Policy
 DEFAULT_SCRIPT: Final = Path("train.py")
 _OF_EXTERNAL_SCRIPTS: Final = (
     *("config_path", "config_name", "config_flag", "lr_key", "batch_size_key", "scale_with_batch"),
-    *("override_style", "on_retry", "goes_on_from", "stop_signal"),
+    *("on_retry", "goes_on_from", "stop_signal"),
 )
 
 
@@ -42,7 +42,6 @@ class Options:
     lr_key: str | None = None
     batch_size_key: str | None = None
     scale_with_batch: tuple[str, ...] = ()
-    override_style: str = "hydra"
     on_retry: str | None = None
     goes_on_from: str | None = None
     stop_signal: str | None = None
@@ -56,8 +55,7 @@ class Options:
 
     def external_script_options(self) -> list[str]:
         """The given options that only make sense for an external script."""
-        given = vars(self) | {"override_style": self.override_style != "hydra"}
-        return [f"--{name.replace('_', '-')}" for name in _OF_EXTERNAL_SCRIPTS if given[name]]
+        return [f"--{name.replace('_', '-')}" for name in _OF_EXTERNAL_SCRIPTS if getattr(self, name)]
 
 
 def parse_options(arguments: Sequence[str]) -> Options:
@@ -122,8 +120,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--lr-key", metavar="K", help="dotted key of the learning rate; default training.learning_rate")
     add("--batch-size-key", metavar="K", help="of the batch size; default training.meta_batch_size and others")
     add("--scale-with-batch", metavar="K", action="append", default=[], help="a key that shrinks with it; repeatable")
-    does = "how a key is added to the command line: key=value (hydra, the default) or --key=value (argparse)"
-    add("--override-style", choices=("hydra", "argparse"), default="hydra", help=does)
     add = parser.add_argument_group("how an external script resumes from its own checkpoints").add_argument
     add("--on-retry", metavar="WORDS", help="words added to its command from the second attempt on")
     does = "its checkpoints: WORDS are added whenever there is one, {checkpoint} in them is the newest"

@@ -52,19 +52,9 @@ def says_nonfinite(line: str) -> bool:
     return any(_is_present_loss(line, value) for value in values) or _any("nonfinite", line)
 
 
-def says_out_of_memory(line: str) -> bool:
-    """True if the line reports that memory, of a device or of the host, ran out."""
-    return _any("out_of_memory", line)
-
-
 def says_killed(line: str) -> bool:
     """True if the line reports that a process of the script died of SIGKILL."""
     return _any("killed", line)
-
-
-def says_resumed(line: str) -> bool:
-    """True if the line reports that W&B resumes a run that existed before."""
-    return _grammar("wandb_resumed").search(line) is not None
 
 
 def wandb_run(line: str) -> WandbRun | None:
@@ -189,7 +179,7 @@ class LineSplitter:
         self._rest = ""
 
     def feed(self, data: bytes) -> None:
-        """Hand over the lines that `data` completes; b"" is the end of all. A line that is too long comes in pieces."""
+        """Hand over the lines that `data` completes; b"" ends the stream. A line that is too long comes in pieces."""
         *lines, self._rest = _LINE_END.split(self._rest + self._decode(data, not data))
         if not data or len(self._rest) > _MAX_LINE_LENGTH:
             lines.append(self._rest)
@@ -262,7 +252,7 @@ class Evidence:
             return
         if says_nonfinite(line):
             self.nonfinite = self.nonfinite or line
-        if says_out_of_memory(line):
+        if _any("out_of_memory", line):  # of a device or of the host
             self._note_out_of_memory(line)
         if says_killed(line):
             self.killed = self.killed or line
@@ -287,7 +277,7 @@ class Evidence:
         self._lines_since_exception = 0
 
     def _note_wandb(self, line: str) -> None:
-        self.wandb_resumed |= says_resumed(line)
+        self.wandb_resumed |= _grammar("wandb_resumed").search(line) is not None
         # A later line may name the same run without its project: the fuller one stays.
         run = wandb_run(line)
         if run is not None and (run.project or run.id not in self.wandb_runs):

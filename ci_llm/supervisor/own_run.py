@@ -105,7 +105,7 @@ class OwnRun:
         return StopOrder("SIGKILL", "hang") if now - self._last_sign_at > HANG_AFTER_S else None
 
     def stop_signal(self, stop_reason: str) -> str:
-        """TERM: every launcher passes it on."""
+        """SIGTERM, which every launcher passes on."""
         return "SIGTERM"
 
     def request_save(self) -> str:

@@ -166,12 +166,12 @@ def _relaunch_unchanged(repeats: int, outcome: Outcome, policy: Policy) -> Decis
 
 
 def _cuts_in_vain(history: Sequence[Outcome], outcome: Outcome) -> int:
-    """Cuts of the learning rate since the last progress. A crash or a kill in between says nothing about them."""
+    """The number of cuts of the learning rate since the last progress, whatever crashes and kills lie between them."""
     return max(0, sum(one.kind == "nonfinite" for one in _without_progress(history, outcome)) - 1)
 
 
 def _unchanged_in_vain(history: Sequence[Outcome], outcome: Outcome) -> int:
-    """Attempts in a row, this one included, that changed nothing and brought no progress; 1 if this one did."""
+    """The number of attempts in a row, with this one, that changed nothing and brought no progress; at least 1."""
     return max(1, len(list(takewhile(lambda one: one.kind in UNCHANGED, _without_progress(history, outcome)))))
 
 

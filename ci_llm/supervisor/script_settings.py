@@ -5,7 +5,7 @@ file behind `--config-flag`, or within a whole command, whose words that name th
 
 An adjusted key is rewritten where it stands on the command line. Otherwise it is changed in a temporary copy of the
 YAML or JSON file, which keeps every comment; the original is never changed. Where the script would not read the key
-from that file, it is added at the end of the command line: so is what Hydra composes from its groups, or sweeps over.
+from that file, it is added at the end of the command line: so is what Hydra composes from its groups.
 """
 
 from __future__ import annotations
@@ -179,12 +179,9 @@ def composed(folder: Path, name: str, words: Sequence[str]) -> dict[str, str]:
     """
     try:
         hydra, omegaconf = importlib.import_module("hydra"), importlib.import_module("omegaconf")
-        parsers = importlib.import_module("hydra.core.override_parser.overrides_parser")
         given = [word for word in words if "=" in word and not word.startswith("-")]
-        parsed = parsers.OverridesParser.create().parse_overrides(given)
-        chosen = [each.input_line for each in parsed if not each.is_sweep_override()]
         with hydra.initialize_config_dir(str(folder.absolute()), version_base=None):
-            found = hydra.compose(name, chosen, return_hydra_config=True)
+            found = hydra.compose(name, given)
         return _flat(omegaconf.OmegaConf.to_container(found, enum_to_str=True))
     except Exception:  # noqa: BLE001 - what is wrong with the configuration, the script itself will say
         return {}
@@ -310,16 +307,13 @@ class ScriptCommand:
             self._in_files |= composed(self._hydra_folder(path), self._hydra_name(path), self._line)
 
     def value(self, key: str | None) -> str | None:
-        """Return the value with which the next attempt runs, or None if it is unknown.
-
-        The command line wins over a sweep, a sweep over the files.
-        """
+        """Return the value with which the next attempt runs, or None if it is unknown; the command line wins."""
         if key is None:
             return None
         if key in self._adjusted:
             return in_yaml(self._adjusted[key])
-        found = (value_of(self._line, key), self._swept(key), self._in_files.get(key))
-        return next((value for value in found if value is not None), None)
+        typed = value_of(self._line, key)
+        return self._in_files.get(key) if typed is None else typed
 
     def find_key(self, named: str | None, option: str, usual: Iterable[str]) -> str | None:
         """Return the key that the user named, or the first usual one whose value is a number.
@@ -373,18 +367,12 @@ class ScriptCommand:
 
     def _require(self, key: str, option: str) -> str:
         if number(self.value(key)) is None:
-            swept = self._swept(key)
             raise ConfigError(
-                f"{key} has no value that is a number" + (f": Hydra sweeps over {swept}" if swept else ""),
+                f"{key} has no value that is a number",
                 where=f"{option} {key}",
                 hint=f"write the value to start from: {key}=VALUE, --{key} VALUE, or in the configuration",
             )
         return key
-
-    def _swept(self, key: str) -> str | None:
-        """Return what Hydra's sweeper sets the key to in a multirun, or None."""
-        is_multirun = {"-m", "--multirun"} & set(self._line) or self._in_files.get("hydra.mode") == "MULTIRUN"
-        return self._in_files.get(f"hydra.sweeper.params.{key}") if is_multirun else None
 
     @property
     def _line(self) -> list[str]:
@@ -396,16 +384,15 @@ class ScriptCommand:
     def _added_overrides(self) -> list[str]:
         """The adjusted keys that stand neither on the command line nor in the copy of the configuration."""
         on_line = [one.key for one in overrides(self._line)]
-        dashes = "--" if self._options.override_style == "argparse" else ""
         return [
-            f"{dashes}{key}={in_yaml(value)}"
+            f"{key}={in_yaml(value)}"
             for key, value in self._adjusted.items()
             if not self._is_read_from_copy(key) and not any(same_key(key, known) for known in on_line)
         ]
 
     def _is_read_from_copy(self, key: str) -> bool:
-        """True if the script reads the key from the file that it is given, and no sweep overrules the file."""
-        if self.config is None or key not in self.config.values or self._swept(key) is not None:
+        """True if the script reads the key from the file that it is given."""
+        if self.config is None or key not in self.config.values:
             return False
         elsewhere = self.config.path.with_name(f"other_{self.config.path.name}")
         return not self._options.command or with_file(self._line, self.config.path, elsewhere) != self._line

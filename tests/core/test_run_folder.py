@@ -11,9 +11,17 @@ import pytest
 from ci_llm.checkpoints.layout import FINAL, OVERWRITTEN, QUARANTINE, SUPERSEDED
 from ci_llm.config import load_config
 from ci_llm.core.metrics_file import METRICS_NAME
-from ci_llm.core.run_folder import OF_A_RUN, SEGMENTS, SWEEP, is_reserved, parsed, read_began, record_attempt
+from ci_llm.core.run_folder import (
+    OF_A_RUN,
+    PREDICTIONS,
+    SEGMENTS,
+    SWEEP,
+    is_reserved,
+    parsed,
+    read_began,
+    record_attempt,
+)
 from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError
-from ci_llm.evaluation.loading import PREDICTIONS
 from ci_llm.logs import hardware, run_log
 from ci_llm.mirror.head import TOKEN_FILE
 from ci_llm.report import page

@@ -8,38 +8,15 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from ci_llm.cluster.slurm import QueuedJob
 from ci_llm.core.run_folder import record_attempt
-from ci_llm.report import watch
-from ci_llm.report.watch import Absent, Scene, find_runs, picture
+from ci_llm.report.watch import Absent, exit_code, find_runs, have_ended, look_at_all, picture
 from tests.report.folders import FRESH, leave_run, leave_status
-
-PENDING = QueuedJob("PENDING", "Priority", "4:00:00")
-RUNNING = QueuedJob("RUNNING", "None", "3:12:00")
-
-
-class Squeue:
-    """A squeue that lists the jobs of the test, or does not answer, and counts its calls."""
-
-    def __init__(self, **listed: QueuedJob) -> None:
-        self.listed: dict[str, QueuedJob] | None = {name.removeprefix("job"): job for name, job in listed.items()}
-        self.asked: list[tuple[str, ...]] = []
-
-    def __call__(self, ids: Sequence[str]) -> dict[str, QueuedJob] | None:
-        self.asked.append(tuple(ids))
-        return self.listed and {job: found for job, found in self.listed.items() if job in ids}
-
-
-def scene_of(*words: Path, squeue: Squeue | None = None) -> Scene:
-    scene = Scene([str(word) for word in words], squeue)
-    scene.look()
-    return scene
 
 
 @pytest.mark.parametrize(
@@ -55,8 +32,8 @@ def scene_of(*words: Path, squeue: Squeue | None = None) -> Scene:
 def test_the_exit_code_is_that_of_the_worst(states: list[str], ended: bool, code: int, tmp_path: Path) -> None:
     for number, state in enumerate(states):
         leave_status(tmp_path / str(number), state, 1)
-    scene = scene_of(tmp_path)
-    assert [scene.has_ended(), scene.exit_code()] == [ended, code]
+    looks = look_at_all([str(tmp_path)])
+    assert [have_ended(looks), exit_code(looks)] == [ended, code]
 
 
 def test_words_name_runs_and_folders_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,60 +63,26 @@ def test_a_status_that_cannot_be_read_says_why_and_ends_nothing() -> None:
         leave_status(Path(folder), "running", 1)
         Path(folder, "status.json").chmod(0)
         with as_nobody():
-            [refused] = scene_of(Path(folder)).looks
+            [refused] = look_at_all([folder])
         Path(folder, "status.json").unlink()
         Path(folder, "status.json").write_text("[]")
-        scene = scene_of(Path(folder))
+        [look] = look_at_all([folder])
     assert isinstance(refused, Absent)
     assert "Permission denied" in refused.why
-    [look] = scene.looks
     assert isinstance(look, Absent)
     assert "not the status of a run" in look.why
-    assert not scene.has_ended()
+    assert not have_ended([look])
 
 
-# SLURM
-
-
-def leave_job(folder: Path, status: str) -> Path:
-    leave_status(folder, status, 1)
-    record_attempt(folder, 1, 0, {"slurm_job": "7"})
-    return folder
-
-
-def test_an_interrupted_run_whose_job_waits_in_the_queue_has_not_ended(tmp_path: Path) -> None:
-    run = leave_job(tmp_path / "run", "interrupted")
-    waits = scene_of(run, squeue=Squeue(job7=PENDING))
-    assert waits.jobs["7"].state == "PENDING"
-    assert not waits.has_ended()
-    silent = Squeue()
-    silent.listed = None
-    assert not scene_of(run, squeue=silent).has_ended(), "a controller that does not answer has lost no job"
-    assert scene_of(run, squeue=Squeue(job8=RUNNING)).has_ended()
-    done = scene_of(leave_job(tmp_path / "done", "completed"), squeue=Squeue(job7=RUNNING))
-    assert (done.has_ended(), done.jobs) == (True, {})
-
-
-def test_squeue_is_asked_seldom_and_at_once_for_other_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    squeue = Squeue(job7=RUNNING)
-    scene = scene_of(leave_job(tmp_path / "run", "running"), squeue=squeue)
-    scene.look()
-    assert squeue.asked == [("7",)]
-    record_attempt(tmp_path / "run", 1, 0, {"slurm_job": "8"})
-    scene.look()
-    assert squeue.asked == [("7",), ("8",)]
-    squeue.listed = None
-    monkeypatch.setattr(watch, "_ASK_EVERY_S", 0.0)
-    scene.look()
-    assert len(squeue.asked) == 3
-
-
-def test_a_failed_run_under_a_supervisor_is_waited_for(tmp_path: Path) -> None:
-    leave_status(tmp_path, "failed", 3, heartbeat=time.time())
-    record_attempt(tmp_path, 1, 0, {"supervised": True})
-    assert not scene_of(tmp_path).has_ended()
-    leave_status(tmp_path, "failed", 3, heartbeat=time.time() - 500)
-    assert scene_of(tmp_path).has_ended()
+@pytest.mark.parametrize("place", [{"supervised": True}, {"slurm_job": "7"}])
+def test_a_run_that_may_be_launched_again_is_waited_for(place: dict[str, object], tmp_path: Path) -> None:
+    record_attempt(tmp_path, 1, 0, place)
+    leave_status(tmp_path, "completed", 3, heartbeat=time.time())
+    assert have_ended(look_at_all([str(tmp_path)]))
+    leave_status(tmp_path, "interrupted", 3, heartbeat=time.time())
+    assert not have_ended(look_at_all([str(tmp_path)]))
+    leave_status(tmp_path, "interrupted", 3, heartbeat=time.time() - 500)
+    assert have_ended(look_at_all([str(tmp_path)]))
 
 
 # The table
@@ -147,9 +90,8 @@ def test_a_failed_run_under_a_supervisor_is_waited_for(tmp_path: Path) -> None:
 
 def drawn(*words: Path, width: int = 160) -> list[str]:
     """The lines of a picture, with single spaces."""
-    scene = scene_of(*words)
     file = io.StringIO()
-    Console(file=file, width=width).print(picture(scene.looks, {"7": PENDING, "8": RUNNING}))
+    Console(file=file, width=width).print(picture(look_at_all([*map(str, words)])))
     assert max(map(len, file.getvalue().splitlines())) <= width
     return [" ".join(line.split()) for line in file.getvalue().splitlines()]
 
@@ -165,7 +107,7 @@ def test_a_single_run_is_shown_in_full(tmp_path: Path) -> None:
         "loss 0.1 (0.1 to 1.6, 16 agents)",
         "evaluation after step 20: crowd nll 0.05 (agents 0.05)",
         "attempt 1 on here, heartbeat 0 s ago",
-        "SLURM job 8 RUNNING, 3:12:00 left",
+        "SLURM job 8",
         "warning: the loss has risen to 7",
     ]
 
@@ -174,7 +116,6 @@ def test_several_runs_share_a_table_and_say_what_asks_for_attention(tmp_path: Pa
     leave_run(tmp_path / "done")
     stopped = leave_run(tmp_path / "[bold]stopped", status="interrupted")
     leave_status(stopped, "interrupted", 20, reason="walltime", next_command="python train.py", total_steps=40)
-    record_attempt(stopped, 1, 0, {"slurm_job": "7"})
     wild = tmp_path / "wild"
     leave_status(wild, "running", 2, heartbeat=FRESH, warning="the loss has risen to 7")
     line = {"step": 2, "epoch": 0.1, "train/task_loss": "nan", "train/agent0/loss": "nan"}
@@ -187,7 +128,6 @@ def test_several_runs_share_a_table_and_say_what_asks_for_attention(tmp_path: Pa
         "wild running 2 nan",
         "later waiting",
         "[bold]stopped: interrupted (walltime); resume with: python train.py",
-        "[bold]stopped: SLURM job 7 PENDING (Priority)",
         "wild: warning: the loss has risen to 7",
         "later: no run has begun here yet",
     ]

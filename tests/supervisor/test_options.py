@@ -53,7 +53,6 @@ def test_words_for_the_retry_may_look_like_options(words: list[str], on_retry: s
         ["--config"],
         ["--on-retry"],
         ["--on-retry", "--", "fit"],
-        ["--override-style", "click"],
         ["--no-delete-wandb-run"],
         ["--train-scripts", "x"],
         ["--config", "a.yaml", "--config-name", "b"],

@@ -51,20 +51,8 @@ def test_a_positional_configuration_is_exchanged_and_nothing_is_added(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_key_that_is_added_takes_the_form_that_argparse_reads(tmp_path: Path) -> None:
-    """The script finds its configuration by itself, without an option on its command line."""
-    (tmp_path / "my.yaml").write_text("optim: {lr: 2e-4}\nlearning_rate: 1.2e-4\n")
-    (tmp_path / "run.sh").write_text(f'exec {sys.executable} {SCRIPTS / "positional_config.py"} my.yaml "$@"\n')
-    words = ["--config", "other.yaml", "--override-style", "argparse", "--lr-key", "learning_rate"]
-    (tmp_path / "other.yaml").write_text("learning_rate: 1.2e-4\n")
-    told = run(tmp_path, *words, "--", "sh", "run.sh")
-    assert commands(told)[1].endswith("run.sh --learning_rate=8.0e-05")
-    assert "step 1 lr 8e-05 loss 0.5" in told
-
-
-@pytest.mark.slow
 def test_a_command_that_names_its_configuration_as_hydra_does(tmp_path: Path) -> None:
-    hydra_folder(tmp_path, PLAIN)
+    hydra_folder(tmp_path)
     named = ["--config-path", str(tmp_path / "conf"), "--config-name", "config"]
     told = run(tmp_path, *named, "--", sys.executable, SCRIPTS / "hydra_fit.py", *named)
     assert re.findall(r"model=mlp lr=(\S+)", told) == ["0.0003", "0.0002", "0.000133"]
@@ -81,15 +69,10 @@ def test_any_other_word_stays(word: str) -> None:
     assert with_file([word], Path("c/a.yaml"), Path("c/b.yaml")) == [word]
 
 
-# Cuts that do not act
-
-
-def hydra_folder(folder: Path, config: str) -> Path:
+def hydra_folder(folder: Path) -> Path:
     for name, text in {
-        "config.yaml": config,
+        "config.yaml": PLAIN,
         "model/mlp.yaml": "name: mlp\nstable_below: 1.5e-4\nfits: 100\n",
-        "search/lr.yaml": "# @package _global_\nhydra:\n  mode: MULTIRUN\n"
-        "  sweeper:\n    params:\n      training.learning_rate: 2e-4\n",
     }.items():
         (folder / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "conf" / name).write_text(text)
@@ -100,33 +83,6 @@ PLAIN = (
     "defaults: [{model: mlp}, _self_]\nhydra: {sweep: {dir: out}, output_subdir: null}\n"
     "training: {learning_rate: 3e-4, meta_batch_size: 32, schedule: {constant_product: 500}}\n"
 )
-SWEPT = PLAIN.replace("output_subdir: null", "output_subdir: null, sweeper: {params: {training.learning_rate: 2e-4}}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (SWEPT, ["-m"]),
-        (PLAIN, ["+search=lr"]),
-    ],
-)
-def test_a_cut_of_a_rate_that_hydra_sweeps_acts(tmp_path: Path, config: str, words: list[str]) -> None:
-    hydra_folder(tmp_path, config)
-    told = run(tmp_path, "--train-script", SCRIPTS / "hydra_fit.py", "--config-path", "conf", *words)
-    assert re.findall(r"model=mlp lr=(\S+)", told) == ["0.0002", "0.000133"]
-    assert "training.learning_rate: 0.0002 -> 0.00013333333" in told
-    assert "trained" in told
-
-
-@pytest.mark.slow
-def test_a_list_of_rates_is_not_taken_for_the_rate_to_cut(tmp_path: Path) -> None:
-    hydra_folder(tmp_path, SWEPT.replace("2e-4", "'2e-4,1e-4'"))
-    words = ["--train-script", SCRIPTS / "hydra_fit.py", "--config-path", "conf", "--lr-key", "training.learning_rate"]
-    told = run(tmp_path, *words, "-m", code=2)
-    assert "training.learning_rate has no value that is a number: Hydra sweeps over 2e-4,1e-4" in told
-
-
 # How they resume
 
 

@@ -1,4 +1,4 @@
-"""`python -m tools.simulate`: goodput, lost work and cost of a job on a cluster of failing nodes."""
+"""`python -m tools.simulate`: goodput and lost work of a job on a cluster of failing nodes."""
 
 from __future__ import annotations
 
@@ -41,27 +41,19 @@ def simulate(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object, for scripts")
     call, others = parser.parse_known_args(words)
     cluster = read_cluster(call.config, [*call.keys, *others])
-    _require_simpy()
     from rich.console import Console
 
-    from tools.simulate.study import show, study
-
+    try:
+        from tools.simulate.study import show, study
+    except ImportError as error:
+        what = f"a simulation needs simpy, which cannot be imported: {error}"
+        raise BadInput(what, hint="pip install simpy") from error
     told = study(cluster)
     if call.json:
         print(json.dumps(told.as_json(), indent=2, allow_nan=False))
         return 0
     show(told, Console(soft_wrap=True, width=None if sys.stdout.isatty() else 120))
     return 0
-
-
-def _require_simpy() -> None:
-    try:
-        import simpy  # noqa: F401
-    except ImportError as error:
-        raise BadInput(
-            f"a simulation needs simpy, which cannot be imported: {error}",
-            hint="pip install simpy",
-        ) from error
 
 
 if __name__ == "__main__":

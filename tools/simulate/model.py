@@ -127,7 +127,6 @@ class Cluster(Keys):
     save_steps: Count | None = _key(None, "and at each multiple of so many steps")
     max_retries: Size = _key(10, "of the supervisor")
     max_requeues: Size = _key(100, "of one job")
-    price: Amount = _key(0.0, "of one node for one hour")
     seed: Size = _key(42, "of the failures")
     repeats: Count = _key(3, "simulated jobs per line")
 

@@ -1,4 +1,4 @@
-"""A study of one cluster: goodput and cost of ways to save, the best interval, and what else could change."""
+"""A study of one cluster: the goodput of ways to save, the best interval, and what else could change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 from ci_llm.checkpoints.policy import best_interval_s
 from ci_llm.core.quantities import duration
 from tools.simulate import model
-from tools.simulate.model import HOUR, Cluster
+from tools.simulate.model import Cluster
 from tools.simulate.world import SPENT, Story, simulate
 
 #: Saves are tried at these multiples of the interval that Daly's formula names for all that a save costs.
@@ -38,7 +38,6 @@ class Line:
         spread: half the width of its 95 % interval; None of a single job.
         shares: what the rest of the time went into, as shares of it.
         lost_s, elapsed_s: mean seconds of a job.
-        cost: mean of a job, in the unit of `price`.
         completed: all jobs came to their end in a sensible time.
         endings: calls for a person, per job.
     """
@@ -51,7 +50,6 @@ class Line:
     attempts: float
     lost_s: float
     elapsed_s: float
-    cost: float
     completed: bool
     endings: float
 
@@ -129,7 +127,6 @@ def summary(stories: Sequence[Story], cluster: Cluster, name: str) -> Line:
         attempts=fmean(story.attempts for story in stories),
         lost_s=seconds["lost steps"],  # type: ignore[index]
         elapsed_s=elapsed_s,
-        cost=fmean(story.paid_s for story in stories) / HOUR * cluster.nodes * cluster.price,
         completed=all(story.completed for story in stories),
         endings=fmean(len(story.endings) for story in stories),
     )
@@ -171,9 +168,9 @@ _SAID = {"lost steps": "lost", "saving": "saving", "start-up": "start"}
 def show(study: Study, console: Console) -> None:
     """Print the study."""
     console.print(head(study.cluster), style="bold")
-    console.print(_table("ways to save", study.lines, study.best, priced=study.cluster.price > 0))
+    console.print(_table("ways to save", study.lines, study.best))
     others = [study.lines[0], *study.what_if.values()]
-    console.print(_table(f"{study.lines[0].name}, if it were otherwise", others, None, priced=study.cluster.price > 0))
+    console.print(_table(f"{study.lines[0].name}, if it were otherwise", others, None))
     for line in conclusions(study):
         console.print(line, highlight=False)
 
@@ -208,12 +205,10 @@ def conclusions(study: Study) -> Iterator[str]:
         yield "not all jobs end: they make too little progress between failures"
 
 
-def _table(title: str, lines: Sequence[Line], best: Line | None, *, priced: bool) -> Table:
+def _table(title: str, lines: Sequence[Line], best: Line | None) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in ("", "interval", "goodput", "±", "lost", "saving", "start", "waiting", "attempts", "hours"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
-    if priced:
-        table.add_column("cost", justify="right", no_wrap=True)
     for line in lines:
         waiting = sum(line.shares[kind] for kind in ("unnoticed", "queue", "pause", "person"))
         table.add_row(
@@ -225,7 +220,6 @@ def _table(title: str, lines: Sequence[Line], best: Line | None, *, priced: bool
             percent(waiting),
             f"{line.attempts:.0f}",
             f"{line.elapsed_s / 3600:.1f}",
-            *([f"{line.cost:,.0f}"] if priced else []),
             style="bold" if line is best else None,
         )
     return table

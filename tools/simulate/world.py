@@ -22,8 +22,6 @@ from tools.simulate.model import Cluster, Kind, Planned, Strike, generators, mom
 
 Spent = Literal["steps", "saving", "start-up", "unnoticed", "queue", "pause", "person"]
 SPENT: Final[tuple[Spent, ...]] = ("steps", "saving", "start-up", "unnoticed", "queue", "pause", "person")
-#: Times in which the nodes belong to others, and cost nothing.
-UNPAID: Final = ("queue", "person")
 #: A job that has not ended in so many times its work makes no progress worth waiting for.
 PATIENCE: Final = 20
 #: What a scheduler says of a batch job that runs and may be requeued.
@@ -65,11 +63,6 @@ class Story:
     def goodput(self) -> float:
         """The share of the time that went into steps that are part of the result."""
         return self.steps * self.step_s / max(self.elapsed_s, 1e-9)
-
-    @property
-    def paid_s(self) -> float:
-        """Seconds for which the nodes were held."""
-        return self.elapsed_s - sum(self.seconds[kind] for kind in UNPAID)
 
 
 @dataclass(frozen=True)
