@@ -74,26 +74,34 @@ def is_on_hub(name: str) -> bool:
 
 @dataclass(frozen=True)
 class _Joined:
-    """Rows of several data sets, one after the other, already in canonical form."""
+    """Rows of several data sets, one after the other, already in canonical form.
+
+    Attributes:
+        numbers: which of them, counted through all data sets; None: all.
+    """
 
     parts: tuple[Rows, ...]
+    numbers: Sequence[int] | None = None
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._ends[-1] if self.numbers is None else len(self.numbers)
 
     def __iter__(self) -> Iterator[Row | None]:
-        return chain.from_iterable(self.parts)
+        if self.numbers is None:
+            return chain.from_iterable(self.parts)
+        return map(self.__getitem__, range(len(self.numbers)))
 
     def __getitem__(self, number: int) -> Row | None:
         part, row = self.locate(number)
         return part[row]
 
-    def select(self, numbers: Sequence[int]) -> ListedRows:
+    def select(self, chosen: Sequence[int]) -> _Joined:
         """Some of the rows."""
-        return ListedRows([self[number] for number in numbers])
+        return replace(self, numbers=chosen if self.numbers is None else [self.numbers[row] for row in chosen])
 
     def locate(self, number: int) -> tuple[Rows, int]:
         """The data set of a row, and its number there."""
+        number = number if self.numbers is None else self.numbers[number]
         part = bisect_right(self._ends, number)
         return self.parts[part], number - self._ends[part] + len(self.parts[part])
 
@@ -106,24 +114,19 @@ class _Joined:
 class _MixedRows(Rows):
     """Rows whose source is one of several."""
 
-    origin: _Joined | None = None
+    raw: _Joined
 
     def place(self, number: int) -> str:
-        part, row = self._locate(number)
+        part, row = self.raw.locate(number)
         return part.place(row)
 
     def cells(self, number: int) -> tuple[Any, str]:
-        part, row = self._locate(number)
+        part, row = self.raw.locate(number)
         return part.cells(row)
-
-    def _locate(self, number: int) -> tuple[Rows, int]:
-        assert self.origin is not None
-        return self.origin.locate(self.numbers[number] if self.numbers else number)
 
     @property
     def column_sets(self) -> list[Sequence[str]]:
-        assert self.origin is not None
-        return [columns for part in self.origin.parts for columns in part.column_sets]
+        return [columns for part in self.raw.parts for columns in part.column_sets]
 
     def _read(self, number: int, row: Any) -> Row | None:
         return row  # type: ignore[no-any-return]  # its own data set has read it
@@ -141,18 +144,18 @@ def join(parts: Sequence[Rows]) -> Rows:
             where=", ".join(part.where for part in parts),
             hint="train on one kind at a time: init_from begins where another run ended",
         )
-    origin = _Joined(tuple(parts))
+    joined = _Joined(tuple(parts))
     lines = [line for part in parts for line in part.description]
-    lines.insert(0, f"{len(origin)} rows of {len(parts)} data sets, one after the other")
+    lines.insert(0, f"{len(joined)} rows of {len(parts)} data sets, one after the other")
     where = ", ".join(part.where for part in parts)
     are_of_test = any(part.are_of_test for part in parts)
-    rows = _MixedRows(origin, parts[0].form, where, tuple(lines), are_of_test=are_of_test, origin=origin)
+    rows = _MixedRows(joined, parts[0].form, where, tuple(lines), are_of_test=are_of_test)
     return rows.evaluated_although_trained_on(sum(part.num_trained_on for part in parts))
 
 
 def joined_sizes(rows: Rows) -> list[int]:
     """The number of rows of each data set in what `join` returned; one number for other rows."""
-    return [*map(len, rows.origin.parts)] if isinstance(rows, _MixedRows) and rows.origin else [len(rows)]
+    return [*map(len, rows.raw.parts)] if isinstance(rows, _MixedRows) else [len(rows)]
 
 
 #: Without a split to evaluate on, a tenth of the rows is held out, at most this many. The number must not depend on

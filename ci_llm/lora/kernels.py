@@ -4,8 +4,8 @@
 same is decided by a trial (`ci_llm/run/one_layer.py`). `torch.compile` of the same functions gained nothing over them,
 cost 33 s and needed a compiler (benchmarks/README.md).
 
-A part stays as long as it saves a twentieth of the time, or of what is kept for the backward pass. By
-benchmarks/README.md plain code takes so many times as long as with this part alone:
+A part stays as long as it saves a twentieth of the time, of what is kept for the backward pass, or of the kernels that
+a GPU starts for a step. By benchmarks/README.md plain code takes so many times as long as with this part alone:
 
     head 1.12, norms 1.12, rotation 1.07, joined 1.15, products 1.26, attention 1.13
     gate 1.03, and it keeps 0.88 of what plain code keeps

@@ -117,7 +117,7 @@ def loss_of(model: Any, rows: Any) -> torch.Tensor:
         log_probs = model(input_ids=rows.input_ids[start:end][None], use_cache=False).logits[0].log_softmax(-1)
         mine = rows.target_rows == row
         total = total - log_probs[rows.predict_from[mine] - start, rows.targets[mine]].sum()
-    return total / rows.facts.targets
+    return total / rows.num_targets
 
 
 @torch.no_grad()
