@@ -28,7 +28,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Final, Literal
 
 import torch
@@ -61,13 +62,15 @@ class _Prompt:
 
     Attributes:
         who: the reader; `CROWD` for requests of the crowd and of single agents.
+        rows: the rows of the columns that hold it.
         read: how many tokens of the prompt are in the columns.
     """
 
     ids: Sequence[int]
     who: Who
     members: list[Request]
-    columns: Columns = field(default_factory=Columns)
+    columns: Columns
+    rows: Sequence[int]
     read: int = 0
 
     def shared_with(self, other: _Prompt, count: int) -> int:
@@ -81,16 +84,17 @@ class _Prompt:
 
 @dataclass(eq=False)
 class _Text:
-    """A text whose prompt is read."""
+    """A text whose prompt is read; those of one prompt lie in rows of the same columns."""
 
     request: Request
     who: Who
     columns: Columns
+    rows: Sequence[int]
 
     @property
     def prompt(self) -> _Prompt:
         """The part that another prompt can take over; the answer's columns have other bits than those of prompts."""
-        return _Prompt(self.request.prompt, self.who, [], self.columns, len(self.request.prompt))
+        return _Prompt(self.request.prompt, self.who, [], self.columns, self.rows, len(self.request.prompt))
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,7 @@ class _Pass:
                 self.ids[each] += part.ids
                 self.positions[each] += range(part.start, end)
             self.parts.append(part)
-            self.pieces.append(Piece(part.of.columns, part.start, end, at, row))
+            self.pieces.append(Piece(part.of.columns, part.of.rows, part.start, end, at, row))
 
     def fill(self, length: int, pad_id: int) -> None:
         """Append spare tokens, which nothing reads, until every row has this length."""
@@ -192,12 +196,6 @@ class Decoder:
         """Slots that are not in use."""
         return self.slots - len(self._open)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all keys and values, including those kept for other prompts."""
-        prompts = (*self._prompts, *self._kept, *(text.prompt for text in self._texts))
-        return sum(prompt.columns.nbytes for prompt in prompts)
-
     def admit(self, requests: Sequence[Request]) -> None:
         """Give each of the requests a slot; the next steps read their prompts.
 
@@ -214,7 +212,9 @@ class Decoder:
             together.setdefault(tuple(request.prompt), []).append(request)
         self._open += requests
         for ids, members in together.items():
-            self._prompts += [_Prompt(ids, who, part) for who, part in self._readers(members)]
+            for who, part in self._readers(members):
+                rows = self._num_rows(who)
+                self._prompts.append(_Prompt(ids, who, part, Columns(rows), range(rows)))
         self._forget()
 
     def release(self, request: Request) -> None:
@@ -222,9 +222,10 @@ class Decoder:
         if request not in self._open:
             return
         self._open.remove(request)
-        if self._reuse:
-            self._kept += [text.prompt for text in self._texts if text.request is request]
+        ended = [text for text in self._texts if text.request is request]
         self._texts = [text for text in self._texts if text.request is not request]
+        for text in ended:
+            self._leave(text)
         for prompt in self._prompts:
             prompt.members = [member for member in prompt.members if member is not request]
         self._prompts = [prompt for prompt in self._prompts if prompt.members]
@@ -285,6 +286,26 @@ class Decoder:
         """The writer of a request; under `active_agent` and `without_agents` there is only one."""
         return request.who if self._is_spread else CROWD
 
+    def _num_rows(self, who: Who) -> int:
+        """How many rows of columns a reader or a writer needs."""
+        return self._crowd.settings.num_agents if who is CROWD and self._is_spread else 1
+
+    def _leave(self, ended: _Text) -> None:
+        """Keep the prompt of a text for others, unless it stays open beside it, and free the rows of ended texts.
+
+        They are freed once they are half of all: who goes on is copied.
+        """
+        beside = [text for text in self._texts if text.columns is ended.columns]
+        if self._reuse and not any(text.who == ended.who for text in beside):
+            count, rows = len(ended.request.prompt), range(len(ended.rows))
+            self._kept.append(replace(ended.prompt, columns=ended.columns.copied(ended.rows, count), rows=rows))
+        left = [row for text in beside for row in text.rows]
+        if left and 2 * len(left) <= ended.columns.rows:
+            columns, number = ended.columns.copied(left), 0
+            for text in beside:
+                text.columns, text.rows = columns, range(number, number + len(text.rows))
+                number += len(text.rows)
+
     def _forget(self) -> None:
         """Drop the oldest prompts of ended texts beyond the number of free slots."""
         del self._kept[: max(0, len(self._open) + len(self._kept) - self.slots)]
@@ -300,7 +321,7 @@ class Decoder:
         if 2 * (coming - count) > len(prompt.ids):
             return False
         if count:
-            prompt.columns = best.columns.copied(count, prompt.who if best.who is CROWD else None)
+            prompt.columns = best.columns.copied(self._rows_for(prompt.who, best), count)
             prompt.read = count
             self.reused += count
             for member in prompt.members:
@@ -374,7 +395,7 @@ class Decoder:
             found = text_model(model)(
                 input_ids=ids.expand(copies, -1),
                 position_ids=positions,
-                pieces=Pieces(laid.pieces),
+                pieces=Pieces(laid.pieces, self._crowd.device),
                 use_cache=False,
             )
         return found.last_hidden_state  # type: ignore[no-any-return]
@@ -450,14 +471,28 @@ class Decoder:
     def _opened(self, prompt: _Prompt) -> list[_Text]:
         """The texts that follow a prompt, each with columns of its own; the first may take those of the prompt."""
         self._prompts.remove(prompt)
-        texts = []
-        for number, request in enumerate(prompt.members):
-            who, columns = self._who(request), prompt.columns
-            if who != prompt.who or number:
-                columns = columns.copied(len(prompt.ids), who if prompt.who is CROWD else None)
-            texts.append(_Text(request, who, columns))
+        texts, whos = list[_Text](), [self._who(request) for request in prompt.members]
+        for of_all in (True, False):  # they may write in passes of their own
+            members = [pair for pair in zip(prompt.members, whos, strict=True) if (pair[1] is CROWD) == of_all]
+            rows = [self._rows_for(who, prompt) for _, who in members]
+            if not members:
+                continue
+            taken = [row for own in rows for row in own]
+            is_whole = not texts and taken == [*prompt.rows]
+            columns = prompt.columns if is_whole else prompt.columns.copied(taken, len(prompt.ids))
+            ends = accumulate(map(len, rows))
+            texts += [
+                _Text(request, who, columns, range(end - len(own), end))
+                for (request, who), own, end in zip(members, rows, ends, strict=True)
+            ]
         self._texts += texts
         return texts
+
+    def _rows_for(self, who: Who, prompt: _Prompt) -> Sequence[int]:
+        """The rows of a prompt that a writer needs: of what all agents have read, an agent takes its own."""
+        if prompt.who is CROWD and self._is_spread and who is not CROWD:
+            return [prompt.rows[who]]
+        return prompt.rows
 
 
 #: The trial's prompt tokens (more than a block, and than a short attention window), new tokens and listed tokens.

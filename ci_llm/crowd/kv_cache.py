@@ -1,10 +1,11 @@
-"""The cache of keys and values of texts that a decoder writes, each text in its own columns, and attention over them.
+"""The cache of keys and values of texts that a decoder writes, and attention over them.
 
-Position p of a text is column p of its `Columns`. Texts of different lengths need no padding, so they join and leave a
-pass at any time, and their numbers here do not depend on other texts. A text has memory for its own columns only, in
-blocks of `BLOCK`.
+Position p of a text is column p of its `Columns`. Texts that follow one prompt grow in step: they lie in the rows of
+the same `Columns`, and one call attends for all of them, as it would for each. Texts of different lengths need no
+padding, so they join and leave a pass at any time, and their numbers here do not depend on other texts.
 
-Legend: R rows of a pass (K agents, or 1), N its tokens, H heads, G key/value heads, T columns, D width of a head.
+Legend: R rows of a pass (K agents, or 1), N its tokens, n texts with one new token each, or R times as many, H heads, G
+key/value heads, T columns in blocks of `BLOCK`, C rows of columns, D width of a head.
 """
 
 from __future__ import annotations
@@ -36,16 +37,18 @@ def whole_blocks(count: int) -> int:
 
 @dataclass
 class Columns:
-    """The keys and values of one text.
+    """The keys and values of texts of equal length.
 
     Attributes:
-        layers: for each layer number [2, R, G, T, D], keys first. R is 1 in layers that all agents share.
+        rows: C. A text has one row, or one for each agent.
+        layers: for each layer number [2, C, G, T, D], keys first.
     """
 
+    rows: int
     layers: dict[int, Tensor] = field(default_factory=dict)
 
     def extended(self, layer: int, start: int, new: Tensor) -> Tensor:
-        """Write columns [2, R, G, t, D] from `start` on, and return all columns of the layer."""
+        """Write columns [2, C, G, t, D] from `start` on, and return all columns of the layer."""
         _, rows, groups, count, width = new.shape
         end, held = start + count, self.layers.get(layer)
         if held is None or held.shape[3] < end:
@@ -57,14 +60,13 @@ class Columns:
         held.narrow(3, start, count).copy_(new)
         return held
 
-    def copied(self, count: int, agent: int | None = None) -> Columns:
-        """A copy of the first `count` columns, of all rows or of one agent's."""
+    def copied(self, rows: Sequence[int], count: int | None = None) -> Columns:
+        """A copy of the first `count` columns of these rows, or of all; a row may be named several times."""
         copies = {}
         for layer, held in self.layers.items():
-            rows = slice(None) if agent is None or held.shape[1] == 1 else slice(agent, agent + 1)
-            part = held[:, rows, :, :count]
-            copies[layer] = F.pad(part, (0, 0, 0, whole_blocks(count) - count))
-        return Columns(copies)
+            part = held[:, :, :, :count].index_select(1, torch.tensor(rows, device=held.device))
+            copies[layer] = F.pad(part, (0, 0, 0, -part.shape[3] % BLOCK))
+        return Columns(len(rows), copies)
 
     @property
     def nbytes(self) -> int:
@@ -77,13 +79,15 @@ class Piece:
     """The tokens of one text in a pass.
 
     Attributes:
-        columns: the columns of the text.
+        columns: where the text lies.
+        own: the rows of the columns that it has.
         start, end: the positions of these tokens in the text.
         at: where they begin in the rows of the pass.
         row: the row that has them; None if all rows have them.
     """
 
     columns: Columns
+    own: Sequence[int]
     start: int
     end: int
     at: int
@@ -98,12 +102,36 @@ class Piece:
         """The place of the last token in its row."""
         return self.at + self.count - 1
 
+    @property
+    def pass_rows(self) -> range:
+        """The rows of the pass that have these tokens."""
+        return range(len(self.own)) if self.row is None else range(self.row, self.row + 1)
+
 
 class Pieces:
-    """The tokens of a pass: a keyword argument that the model's forward passes to its layers."""
+    """The tokens of a pass: a keyword argument that the model's forward passes to its layers.
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.all = pieces
+    Attributes:
+        long: the pieces of several tokens, which are parts of prompts.
+        together: by their columns, the pieces of one token.
+        read: [2, n] row and place in the pass of the token of each row of these columns, one after the other. A row
+            whose text has ended reads the first token, in vain.
+        going_on: [n'] which of these are of texts that have not ended.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
+        self.long = [piece for piece in pieces if piece.count > 1]
+        self.together: dict[int, list[Piece]] = {}
+        for piece in pieces:
+            if piece.count == 1:
+                self.together.setdefault(id(piece.columns), []).append(piece)
+        tokens, before = dict[int, tuple[int, int]](), 0
+        for alike in self.together.values():
+            tokens |= {before + own: (row, p.at) for p in alike for own, row in zip(p.own, p.pass_rows, strict=True)}
+            before += alike[0].columns.rows
+        read = [tokens.get(n, (0, 0)) for n in range(before)]
+        self.read = torch.tensor(read, dtype=torch.long).view(-1, 2).T.to(device, non_blocking=True)
+        self.going_on = torch.tensor([*tokens], dtype=torch.long).to(device, non_blocking=True)
         self._masks: dict[tuple[Any, ...], Tensor] = {}
 
     def mask(self, piece: Piece, window: int | None, device: torch.device) -> Tensor:
@@ -150,24 +178,43 @@ def column_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x.to(compute_dtype(x)) for x in (query, key, value))
     new, layer = torch.stack([key, value]), int(module.layer_idx)  # type: ignore[arg-type]
-    groups, found = key.shape[1], query.new_zeros(query.transpose(1, 2).shape)
+    found = query.new_zeros(query.transpose(1, 2).shape)
     with torch.autocast(query.device.type, enabled=False) if torch.is_autocast_enabled(query.device.type) else _PLAIN:
-        for piece in pieces.all:
-            rows = slice(None) if piece.row is None else slice(piece.row, piece.row + 1)
-            places = slice(piece.at, piece.at + piece.count)
+        for piece in pieces.long:
+            rows, places = slice(piece.pass_rows.start, piece.pass_rows.stop), slice(piece.at, piece.at + piece.count)
             held, q = piece.columns.extended(layer, piece.start, new[:, rows, :, places]), query[rows, :, places]
-            if piece.count == 1:
-                first = max(0, piece.end - sliding_window) if sliding_window else 0
-                k, v = held.narrow(3, first, piece.end - first)
-                # The heads of a group act as so many queries.
-                own = _attend(q.reshape(len(q), groups, -1, q.shape[-1]), k, v, scale, softcap, None).view(q.shape)
-            else:
-                mask = pieces.mask(piece, sliding_window, query.device)
-                k, v = held.narrow(3, 0, mask.shape[1])
-                padded = F.pad(q, (0, 0, 0, mask.shape[0] - piece.count))
-                own = _attend(padded, k, v, scale, softcap, mask).narrow(2, 0, piece.count)
-            found[rows, places] = own.transpose(1, 2)
+            mask = pieces.mask(piece, sliding_window, query.device)
+            k, v = held.narrow(3, 0, mask.shape[1])
+            padded = F.pad(q, (0, 0, 0, mask.shape[0] - piece.count))
+            found[rows, places] = _attend(padded, k, v, scale, softcap, mask).narrow(2, 0, piece.count).transpose(1, 2)
+        if pieces.together:
+            _attend_together(pieces, layer, query, new, found, scale, softcap, sliding_window)
     return found, None
+
+
+def _attend_together(
+    pieces: Pieces,
+    layer: int,
+    query: Tensor,
+    new: Tensor,
+    found: Tensor,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> None:
+    """Attention of single tokens, written into `found` [R, N, H, D]: a call for all texts that share columns."""
+    rows, places = pieces.read
+    sizes = [alike[0].columns.rows for alike in pieces.together.values()]
+    queries = query[rows, :, places].split(sizes)  # each [C, H, D]
+    added = new[:, rows, :, places].transpose(0, 1).split(sizes, dim=1)  # each [2, C, G, D]
+    done = []
+    for alike, q, columns in zip(pieces.together.values(), queries, added, strict=True):
+        end = alike[0].end
+        first = max(0, end - window) if window else 0
+        k, v = alike[0].columns.extended(layer, end - 1, columns.unsqueeze(3)).narrow(3, first, end - first)
+        # The heads of a group act as so many queries.
+        done.append(_attend(q.unflatten(1, (k.shape[1], -1)), k, v, scale, softcap, None).flatten(1, 2))
+    found[rows[pieces.going_on], places[pieces.going_on]] = torch.cat(done)[pieces.going_on]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, mask: Tensor | None) -> Tensor:
