@@ -35,7 +35,7 @@ def whole_blocks(count: int) -> int:
     return -(-count // BLOCK) * BLOCK
 
 
-@dataclass
+@dataclass(eq=False)
 class Columns:
     """The keys and values of texts of equal length.
 
@@ -68,11 +68,6 @@ class Columns:
             copies[layer] = F.pad(part, (0, 0, 0, -part.shape[3] % BLOCK))
         return Columns(len(rows), copies)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that these columns take."""
-        return sum(held.nbytes for held in self.layers.values())
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -83,7 +78,7 @@ class Piece:
         own: the rows of the columns that it has.
         start, end: the positions of these tokens in the text.
         at: where they begin in the rows of the pass.
-        row: the row that has them; None if all rows have them.
+        rows: the rows of the pass that have them, one for each of `own`.
     """
 
     columns: Columns
@@ -91,7 +86,7 @@ class Piece:
     start: int
     end: int
     at: int
-    row: int | None = None
+    rows: range
 
     @property
     def count(self) -> int:
@@ -102,11 +97,6 @@ class Piece:
         """The place of the last token in its row."""
         return self.at + self.count - 1
 
-    @property
-    def pass_rows(self) -> range:
-        """The rows of the pass that have these tokens."""
-        return range(len(self.own)) if self.row is None else range(self.row, self.row + 1)
-
 
 class Pieces:
     """The tokens of a pass: a keyword argument that the model's forward passes to its layers.
@@ -114,23 +104,23 @@ class Pieces:
     Attributes:
         long: the pieces of several tokens, which are parts of prompts.
         together: by their columns, the pieces of one token.
-        read: [2, n] row and place in the pass of the token of each row of these columns, one after the other. A row
+        tokens: [2, n] row and place in the pass of the token of each row of these columns, one after the other. A row
             whose text has ended reads the first token, in vain.
         going_on: [n'] which of these are of texts that have not ended.
     """
 
     def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
         self.long = [piece for piece in pieces if piece.count > 1]
-        self.together: dict[int, list[Piece]] = {}
+        self.together: dict[Columns, list[Piece]] = {}
         for piece in pieces:
             if piece.count == 1:
-                self.together.setdefault(id(piece.columns), []).append(piece)
+                self.together.setdefault(piece.columns, []).append(piece)
         tokens, before = dict[int, tuple[int, int]](), 0
-        for alike in self.together.values():
-            tokens |= {before + own: (row, p.at) for p in alike for own, row in zip(p.own, p.pass_rows, strict=True)}
-            before += alike[0].columns.rows
-        read = [tokens.get(n, (0, 0)) for n in range(before)]
-        self.read = torch.tensor(read, dtype=torch.long).view(-1, 2).T.to(device, non_blocking=True)
+        for columns, alike in self.together.items():
+            tokens |= {before + own: (row, p.at) for p in alike for own, row in zip(p.own, p.rows, strict=True)}
+            before += columns.rows
+        found = torch.tensor([tokens.get(n, (0, 0)) for n in range(before)], dtype=torch.long)
+        self.tokens = found.view(-1, 2).T.to(device, non_blocking=True)
         self.going_on = torch.tensor([*tokens], dtype=torch.long).to(device, non_blocking=True)
         self._masks: dict[tuple[Any, ...], Tensor] = {}
 
@@ -153,7 +143,6 @@ def column_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     pieces: Pieces | None = None,
@@ -181,40 +170,27 @@ def column_attention(
     found = query.new_zeros(query.transpose(1, 2).shape)
     with torch.autocast(query.device.type, enabled=False) if torch.is_autocast_enabled(query.device.type) else _PLAIN:
         for piece in pieces.long:
-            rows, places = slice(piece.pass_rows.start, piece.pass_rows.stop), slice(piece.at, piece.at + piece.count)
-            held, q = piece.columns.extended(layer, piece.start, new[:, rows, :, places]), query[rows, :, places]
+            part = slice(piece.rows.start, piece.rows.stop), slice(None), slice(piece.at, piece.at + piece.count)
+            held = piece.columns.extended(layer, piece.start, new[(slice(None), *part)])
             mask = pieces.mask(piece, sliding_window, query.device)
             k, v = held.narrow(3, 0, mask.shape[1])
-            padded = F.pad(q, (0, 0, 0, mask.shape[0] - piece.count))
-            found[rows, places] = _attend(padded, k, v, scale, softcap, mask).narrow(2, 0, piece.count).transpose(1, 2)
-        if pieces.together:
-            _attend_together(pieces, layer, query, new, found, scale, softcap, sliding_window)
+            padded = F.pad(query[part], (0, 0, 0, mask.shape[0] - piece.count))
+            own = _attend(padded, k, v, scale, softcap, mask).narrow(2, 0, piece.count)
+            found[part[0], part[2]] = own.transpose(1, 2)
+        if not pieces.together:
+            return found, None
+        (rows, places), sizes, done = pieces.tokens, [columns.rows for columns in pieces.together], []
+        # For each of the columns [C, H, D] and [2, C, G, D].
+        each = zip(query[rows, :, places].split(sizes), new[:, rows, :, places].split(sizes), strict=True)
+        for (columns, alike), (q, added) in zip(pieces.together.items(), each, strict=True):
+            end = alike[0].end
+            first = max(0, end - sliding_window) if sliding_window else 0
+            held = columns.extended(layer, end - 1, added.transpose(0, 1).unsqueeze(3))
+            k, v = held.narrow(3, first, end - first)
+            # The heads of a group act as so many queries.
+            done.append(_attend(q.unflatten(1, (k.shape[1], -1)), k, v, scale, softcap, None).flatten(1, 2))
+        found[rows[pieces.going_on], places[pieces.going_on]] = torch.cat(done)[pieces.going_on]
     return found, None
-
-
-def _attend_together(
-    pieces: Pieces,
-    layer: int,
-    query: Tensor,
-    new: Tensor,
-    found: Tensor,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-) -> None:
-    """Attention of single tokens, written into `found` [R, N, H, D]: a call for all texts that share columns."""
-    rows, places = pieces.read
-    sizes = [alike[0].columns.rows for alike in pieces.together.values()]
-    queries = query[rows, :, places].split(sizes)  # each [C, H, D]
-    added = new[:, rows, :, places].transpose(0, 1).split(sizes, dim=1)  # each [2, C, G, D]
-    done = []
-    for alike, q, columns in zip(pieces.together.values(), queries, added, strict=True):
-        end = alike[0].end
-        first = max(0, end - window) if window else 0
-        k, v = alike[0].columns.extended(layer, end - 1, columns.unsqueeze(3)).narrow(3, first, end - first)
-        # The heads of a group act as so many queries.
-        done.append(_attend(q.unflatten(1, (k.shape[1], -1)), k, v, scale, softcap, None).flatten(1, 2))
-    found[rows[pieces.going_on], places[pieces.going_on]] = torch.cat(done)[pieces.going_on]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, mask: Tensor | None) -> Tensor:
