@@ -13,13 +13,14 @@ from typing import Any, Final
 
 import pytest
 
+from ci_llm.mirror.head import Head
 from ci_llm.mirror.objects import open_objects
 from ci_llm.mirror.reader import MirrorReader
 from tests.run.test_own_rows import write
 from tests.run.test_own_settings import keys
 from tests.support.campaign import sampled_cases
 from tests.support.supervised import supervise_forks
-from tools.testbed.events import wait_until_committed
+from tools.testbed.events import wait_until, wait_until_committed
 from tools.testbed.trials import STEPS, Cell, Trials, account, differences
 
 pytestmark = pytest.mark.slow
@@ -38,12 +39,12 @@ DRAWN: Final[dict[str, Any]] = {
 }
 ENTRIES: Final = ("{name: near, seed: 1}", "{name: far, seed: 2, beta: 0.1, temperature: 4.0}")
 #: What kills: the number of a call, or the name that a file is about to get; and the step from which the run resumes.
-#: Saved is every second step.
+#: Saved is every second step, by a thread: a call that kills is one before the next save begins.
 IN_FIRST, IN_SECOND = (28, 2), (64, 4)
 SAVE_IN_FIRST, SAVE_IN_SECOND = ("checkpoint_step_4", 2), ("checkpoint_step_8", 6)
 FATES: Final[list[tuple[int | str, int]]] = [
     IN_FIRST, IN_SECOND, SAVE_IN_FIRST, SAVE_IN_SECOND,
-    *((call, saved) for call, saved in ((18, 2), (31, 2), (40, 2), (58, 4), (70, 6), (79, 6), (86, 6), (120, 8))),
+    (18, 2), (31, 2), (58, 4), (70, 6), (79, 6), (110, 8), (120, 10),
     *((f"checkpoint_step_{step}", step - 2) for step in (6, 10)),
 ]  # fmt: skip
 
@@ -53,13 +54,19 @@ CALLS: Final = {"count": 0}
 def mortal(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
     """The shorter, the better; its process dies as the file `fate` in its folder says."""
     CALLS["count"] += 1
-    fate = json.loads(Path("fate").read_text()) if Path("fate").exists() else {"death": 0}
+    fate: dict[str, Any] = json.loads(Path("fate").read_text()) if Path("fate").exists() else {"death": 0}
     if isinstance(fate["death"], str) and CALLS["count"] == 1:
         sys.addaudithook(lambda event, given: _end_before(event, given, fate["death"]))
     if CALLS["count"] == fate["death"]:
         wait_until_committed(Path("run"), fate["saved"])
+        if fate["mirror"]:
+            wait_until("a step is in the mirror", lambda: head_of(fate["mirror"]) is not None)
         os.kill(os.getpid(), signal.SIGKILL)
     return [1 - len(ids) / 6 for ids in completion_ids]
+
+
+def head_of(mirror: str) -> Head | None:
+    return MirrorReader(open_objects(mirror)).head()
 
 
 def _end_before(event: str, given: tuple[Any, ...], name: str) -> None:
@@ -71,7 +78,7 @@ def started(trials: Trials, fate: tuple[int | str, int] | None = None, **more: A
     """The folder of a run that was killed, or of one that has ended."""
     folder = trials.new_folder()
     if fate:
-        (folder / "fate").write_text(json.dumps({"death": fate[0], "saved": fate[1]}))
+        (folder / "fate").write_text(json.dumps({"death": fate[0], "saved": fate[1], "mirror": more.get("mirror")}))
     codes = trials.train(CELL, folder, **own(more))
     assert codes == [-signal.SIGKILL if fate else 0], (folder / "log").read_text()
     return folder
@@ -117,21 +124,21 @@ def test_agents_with_rows_of_their_own(trials: Trials, tmp_path: Path) -> None:
     entries = [f"{entry[:-1]}, dataset_name: {each}}}" for entry, each in zip(ENTRIES, data, strict=True)]
     more = {**keys(*entries), "max_train_samples": "null"}
     wanted = account(started(trials, **more))
-    assert not differences(wanted, resumed(trials, started(trials, (44, 2), **more), 2, **more))
+    assert not differences(wanted, resumed(trials, started(trials, (27, 2), **more), 2, **more))
 
 
 def test_a_wiped_disk_comes_back_from_the_mirror(trials: Trials, undisturbed: dict[str, Any], tmp_path: Path) -> None:
     more = {"mirror": f"file://{tmp_path}/mirror"}
-    folder = started(trials, SAVE_IN_SECOND, **more)
+    folder = started(trials, IN_SECOND, **more)
     shutil.rmtree(folder / "run")
-    head = MirrorReader(open_objects(more["mirror"])).head()
+    head = head_of(more["mirror"])
     assert head is not None
     assert not differences(undisturbed, resumed(trials, folder, head.newest.step, **more))
 
 
 def test_the_supervisor_begins_again_by_itself(trials: Trials, undisturbed: dict[str, Any]) -> None:
     folder, codes = trials.new_folder(), list[int]()
-    (folder / "fate").write_text(json.dumps({"death": IN_SECOND[0], "saved": IN_SECOND[1]}))
+    (folder / "fate").write_text(json.dumps({"death": IN_SECOND[0], "saved": IN_SECOND[1], "mirror": None}))
 
     def train(_: Mapping[str, str]) -> list[int]:
         codes.extend(trials.train(CELL, folder, **own({})))
