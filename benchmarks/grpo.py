@@ -12,6 +12,9 @@ cost    the four agents in one run here, against four runs of TRL's GRPOTrainer 
         two calls of that function, so neither start nor end of a run counts. The rate is so small that the agents, and
         so the lengths of their completions, stay as they are.
 
+resume  runs of four steps in two epochs are called again from each of their checkpoints. How far are the
+        final weights from those of the run that was not interrupted?
+
 TRL is one of the development packages.
 """
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -38,9 +42,10 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.objectives.grpo.rewards import last_number
 
-PARTS: Final = ("learns", "cost")
+PARTS: Final = ("learns", "cost", "resume")
 K, SFT_ROWS, SFT_STEPS = 4, 100, 60
 PROMPTS, GENERATIONS, LONGEST = 8, 8, 40  # of a step; of a prompt; tokens of a completion
+LEARNED_FROM: Final = 16  # prompts of a step that is to teach
 COMMON: Final = {**BARE, "eval_samples": 1, "num_workers": 0, "num_agents": K, "eval_dataset_name": "embedded"}
 #: CPU seconds of this process at every call of `clocked`, with the number of completions and of their tokens.
 CALLS: list[tuple[float, int, int]] = []
@@ -67,8 +72,8 @@ def sft(folder: Path, seed: int) -> float:
 def grpo(folder: Path, start: Path, prompts: Path, **keys: Any) -> float:
     """CPU seconds of GRPO by the agents of another run."""
     return train(
-        folder, objective="grpo", init_from=start / "final_checkpoint", dataset_name=prompts, batch_size=PROMPTS,
-        num_generations=GENERATIONS, max_completion_length=LONGEST, **keys,
+        folder, objective="grpo", init_from=start / "final_checkpoint", dataset_name=prompts,
+        num_generations=GENERATIONS, max_completion_length=LONGEST, **{"batch_size": PROMPTS, **keys},
     )  # fmt: skip
 
 
@@ -112,7 +117,7 @@ def learn(seed: int, folder: Path, steps: int, rate: str, sft_rate: str, held_ou
     before, after, beside = (folder / f"{name}_{seed}" for name in ("sft", "grpo", "more_sft"))
     sft_s = sft(before, seed)
     cpu_s = {"GRPO": grpo(after, before, prompts, rewards="final_number", max_train_steps=steps, learning_rate=rate,
-                          seed=seed)}  # fmt: skip
+                          batch_size=LEARNED_FROM, seed=seed)}  # fmt: skip
     as_long = max(1, round(SFT_STEPS * cpu_s["GRPO"] / sft_s))
     cpu_s["SFT on answers"] = train(
         beside, init_from=before / "final_checkpoint", dataset_name=prompts, batch_size=12, max_train_steps=as_long,
@@ -164,8 +169,8 @@ def ours(folder: Path, start: Path, prompts: Path, steps: int) -> Steps:
     return _steps(K * PROMPTS, steps, K)
 
 
-def trl(folder: Path, start: Path, steps: int) -> Steps:
-    """K runs of GRPOTrainer, the mean; all completions of a step are a call."""
+def trainer_of_trl(folder: Path, start: Path, agent: int, num_rows: int, **arguments: Any) -> Any:
+    """A GRPOTrainer that goes on with an agent."""
     from datasets import Dataset
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -174,17 +179,26 @@ def trl(folder: Path, start: Path, steps: int) -> Steps:
     torch.use_deterministic_algorithms(False)  # our run has asked for them, which may cost others time
     tokenizer = AutoTokenizer.from_pretrained(BASE_FOLDER)
     asked = [{"prompt": f"{tokenizer.bos_token}{row['question']}\n", "answer": row["answer"]} for row in rows("train")]
-    arguments = GRPOConfig(
-        str(folder), per_device_train_batch_size=PROMPTS * GENERATIONS, num_generations=GENERATIONS,
-        max_completion_length=LONGEST, max_steps=steps + 1, learning_rate=1e-6, use_cpu=True, bf16=False,
-        gradient_checkpointing=False, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
+    common: dict[str, Any] = {
+        "num_generations": GENERATIONS, "max_completion_length": LONGEST, "use_cpu": True, "bf16": False,
+        "gradient_checkpointing": False, "report_to": [], "save_strategy": "no", "logging_strategy": "no",
+        "disable_tqdm": True,
+    }  # fmt: skip
+    base = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
+    policy = PeftModel.from_pretrained(base, start / "final_checkpoint" / f"agent{agent}", is_trainable=True)
+    some = Dataset.from_list(asked[SFT_ROWS:][:num_rows])
+    how = GRPOConfig(str(folder), **{**common, **arguments})
+    return GRPOTrainer(policy, clocked, how, train_dataset=some, processing_class=tokenizer)
+
+
+def trl(folder: Path, start: Path, steps: int) -> Steps:
+    """K runs of GRPOTrainer, the mean; all completions of a step are a call."""
     each = []
     for k in range(K):
-        base = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
-        policy = PeftModel.from_pretrained(base, start / "final_checkpoint" / f"agent{k}", is_trainable=True)
-        some = Dataset.from_list(asked[SFT_ROWS:][:PROMPTS])
-        trainer = GRPOTrainer(policy, clocked, arguments, train_dataset=some, processing_class=tokenizer)
+        trainer = trainer_of_trl(
+            folder, start, k, PROMPTS, per_device_train_batch_size=PROMPTS * GENERATIONS, max_steps=steps + 1,
+            learning_rate=1e-6,
+        )  # fmt: skip
         CALLS.clear()
         trainer.train()
         each.append(_steps(1, steps, 1))
@@ -214,16 +228,71 @@ def cost_table(found: dict[str, list[Steps]]) -> str:
     return "\n".join(lines)
 
 
+# Does a resume end with the same weights?
+
+IN_STEP, IN_EPOCH, EPOCHS = 2, 2, 2  # prompts; steps
+
+
+def resumed_by_trl(folder: Path, start: Path) -> list[float]:
+    """For each checkpoint, the largest difference of final weights."""
+
+    def final(begin: str | None) -> list[Tensor]:
+        trainer = trainer_of_trl(
+            folder, start, 0, IN_STEP * IN_EPOCH, per_device_train_batch_size=IN_STEP * GENERATIONS,
+            num_train_epochs=EPOCHS, learning_rate=1e-3, save_strategy="steps", save_steps=1,
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=begin)
+        return [p.detach().clone() for p in trainer.model.parameters() if p.requires_grad]
+
+    whole = final(None)
+    kept = Path(shutil.copytree(folder, f"{folder}_kept"))
+    each = [final(str(kept / f"checkpoint-{step}")) for step in range(1, IN_EPOCH * EPOCHS)]
+    return [max(float((a - b).abs().max()) for a, b in zip(whole, one, strict=True)) for one in each]
+
+
+def resumed_by_us(folder: Path, start: Path) -> list[float]:
+    """The same of a run here."""
+    prompts = written(folder.with_suffix(".jsonl"), rows("train")[SFT_ROWS:][: IN_STEP * IN_EPOCH])
+
+    def final(run: Path) -> Tensor:
+        grpo(
+            run, start, prompts, rewards="final_number", batch_size=IN_STEP, learning_rate=1e-3,
+            max_train_steps=IN_EPOCH * EPOCHS, save_steps=1, save_total_limit=None,
+        )  # fmt: skip
+        return Crowd.from_pretrained(run).storage.weights.detach().clone()
+
+    whole, each = final(folder), list[float]()
+    for step in range(1, IN_EPOCH * EPOCHS):
+        run = Path(shutil.copytree(folder, f"{folder}_{step}"))
+        shutil.rmtree(run / "final_checkpoint")
+        for later in range(step + 1, IN_EPOCH * EPOCHS + 1):
+            shutil.rmtree(run / f"checkpoint_step_{later}", ignore_errors=True)
+        each.append(float((final(run) - whole).abs().max()))
+    return each
+
+
+def resume_table(folder: Path) -> str:
+    """Of both the difference for each checkpoint."""
+    start = folder / "begin"
+    sft(start, 42)
+    found = {"ours": resumed_by_us(folder / "own", start), "TRL": resumed_by_trl(folder / "trl", start)}
+    steps = range(1, IN_EPOCH * EPOCHS)
+    lines = [f"| resumed after step | {' | '.join(map(str, steps))} |", f"|---{'|---' * len(steps)}|"]
+    return "\n".join(
+        [*lines, *(f"| {name} | {' | '.join(f'{x:.1e}' for x in each)} |" for name, each in found.items())]
+    )
+
+
 def main() -> None:
     """Print a markdown table of each part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="default: both")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44], help="default: 42 43 44")
-    parser.add_argument("--steps", type=int, help="of GRPO (default: 40), or of a round (3)")
+    parser.add_argument("--steps", type=int, help="of GRPO (default: 80), or of a round (3)")
     parser.add_argument("--rate", default="1e-3", help="of GRPO (default: 1e-3)")
     parser.add_argument("--sft-rate", default="8e-3", help="of SFT on the other rows (default: 8e-3)")
     parser.add_argument("--split", choices=("validation", "test"), default="test", help="held-out rows (default: test)")
-    parser.add_argument("--rows", type=int, default=300, help="held-out rows (default: 300)")
+    parser.add_argument("--rows", type=int, default=1000, help="held-out rows (default: 1000)")
     parser.add_argument("--rounds", type=int, default=5, help="of cost (default: 5)")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -231,10 +300,12 @@ def main() -> None:
         folder = Path(scratch)
         if "learns" in options.parts:
             held_out = rows(options.split)[: options.rows]
-            how = (folder, options.steps or 40, options.rate, options.sft_rate, held_out)
+            how = (folder, options.steps or 80, options.rate, options.sft_rate, held_out)
             print(learned_table([learn(seed, *how) for seed in options.seeds]))
         if "cost" in options.parts:
             print(cost_table(cost(folder, options.rounds, options.steps or 3)))
+        if "resume" in options.parts:
+            print(resume_table(folder))
 
 
 if __name__ == "__main__":  # the reward is imported by name: one module has to hold its calls

@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
@@ -61,13 +61,15 @@ class _Prompt:
 
     Attributes:
         who: the reader; `CROWD` for requests of the crowd and of single agents.
+        rows: the rows of the columns that hold it.
         read: how many tokens of the prompt are in the columns.
     """
 
     ids: Sequence[int]
     who: Who
     members: list[Request]
-    columns: Columns = field(default_factory=Columns)
+    columns: Columns
+    rows: Sequence[int]
     read: int = 0
 
     def shared_with(self, other: _Prompt, count: int) -> int:
@@ -81,16 +83,17 @@ class _Prompt:
 
 @dataclass(eq=False)
 class _Text:
-    """A text whose prompt is read."""
+    """A text whose prompt is read; those of one prompt lie in rows of the same columns."""
 
     request: Request
     who: Who
     columns: Columns
+    rows: Sequence[int]
 
     @property
     def prompt(self) -> _Prompt:
         """The part that another prompt can take over; the answer's columns have other bits than those of prompts."""
-        return _Prompt(self.request.prompt, self.who, [], self.columns, len(self.request.prompt))
+        return _Prompt(self.request.prompt, self.who, [], self.columns, self.rows, len(self.request.prompt))
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,9 @@ class _Pass:
                 self.ids[each] += part.ids
                 self.positions[each] += range(part.start, end)
             self.parts.append(part)
-            self.pieces.append(Piece(part.of.columns, part.start, end, at, row))
+            own = part.of.rows
+            rows = range(len(own)) if row is None else range(row, row + 1)
+            self.pieces.append(Piece(part.of.columns, own, part.start, end, at, rows))
 
     def fill(self, length: int, pad_id: int) -> None:
         """Append spare tokens, which nothing reads, until every row has this length."""
@@ -162,20 +167,19 @@ class Decoder:
         crowd: a crowd for which `decodes` is True.
         slots: how many requests are open at a time; the caller queues the rest.
         budget: how many tokens of prompts one step reads beside the open texts.
-        reuse: whether a prompt takes over the keys and values of the longest common beginning with another prompt.
-            Those of ended texts stay until their slots are needed.
+
+    A prompt takes over the keys and values of the longest common beginning with another prompt; those of ended texts
+    stay until their slots are needed.
 
     Attributes:
         open: the requests that have a slot, in the order of admission.
         reused, read: how many tokens of prompts were taken over, and how many were computed.
     """
 
-    def __init__(self, crowd: CrowdModel, slots: int = 32, *, budget: int = 512, reuse: bool = True) -> None:
-        if slots < 1 or budget < BLOCK:
-            what = f"a decoder has at least 1 slot and reads at least {BLOCK} tokens of prompts in a step"
-            raise BadInput(what, where=f"slots={slots}, budget={budget}", hint="give larger numbers")
+    def __init__(self, crowd: CrowdModel, slots: int = 32, *, budget: int = 512) -> None:
+        assert min(slots, budget // BLOCK) >= 1
         self.slots, self.reused, self.read = slots, 0, 0
-        self._crowd, self._budget, self._reuse = crowd, budget, reuse
+        self._crowd, self._budget = crowd, budget
         self._prompts: list[_Prompt] = []
         self._texts: list[_Text] = []
         self._kept: list[_Prompt] = []  # prompts of texts that have ended, the latest last
@@ -192,21 +196,13 @@ class Decoder:
         """Slots that are not in use."""
         return self.slots - len(self._open)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all keys and values, including those kept for other prompts."""
-        prompts = (*self._prompts, *self._kept, *(text.prompt for text in self._texts))
-        return sum(prompt.columns.nbytes for prompt in prompts)
-
     def admit(self, requests: Sequence[Request]) -> None:
         """Give each of the requests a slot; the next steps read their prompts.
 
         Raises:
-            BadInput, DataError: one of them cannot be served, or there are too few free slots. None is admitted then.
+            BadInput, DataError: one of them cannot be served. None is admitted then.
         """
-        if len(requests) > self.free:
-            what = f"{len(requests)} requests for {self.free} free slots"
-            raise BadInput(what, where="Decoder.admit", hint="admit fewer")
+        assert len(requests) <= self.free, "the caller queues the rest"
         for request in requests:
             self._require_servable(request)
         together: dict[tuple[int, ...], list[Request]] = {}
@@ -214,7 +210,9 @@ class Decoder:
             together.setdefault(tuple(request.prompt), []).append(request)
         self._open += requests
         for ids, members in together.items():
-            self._prompts += [_Prompt(ids, who, part) for who, part in self._readers(members)]
+            for who, part in self._readers(members):
+                rows = self._crowd.settings.num_agents if who is CROWD and self._is_spread else 1
+                self._prompts.append(_Prompt(ids, who, part, Columns(rows), range(rows)))
         self._forget()
 
     def release(self, request: Request) -> None:
@@ -222,9 +220,10 @@ class Decoder:
         if request not in self._open:
             return
         self._open.remove(request)
-        if self._reuse:
-            self._kept += [text.prompt for text in self._texts if text.request is request]
+        ended = [text for text in self._texts if text.request is request]
         self._texts = [text for text in self._texts if text.request is not request]
+        for text in ended:
+            self._leave(text)
         for prompt in self._prompts:
             prompt.members = [member for member in prompt.members if member is not request]
         self._prompts = [prompt for prompt in self._prompts if prompt.members]
@@ -258,15 +257,12 @@ class Decoder:
 
     def _require_servable(self, request: Request) -> None:
         free_positions(self._crowd.model, [request.prompt])
-        agents = self._crowd.num_agents
-        if request.who not in (CROWD, NOBODY) and not 0 <= request.who < agents:
-            raise BadInput(f"there is no agent {request.who}", where="Request.who", hint=f"0 to {agents - 1}")
+        assert request.who in (CROWD, NOBODY, *range(self._crowd.num_agents))
+        assert request not in self._open, "a request is admitted once"
         if request.who is CROWD and find_vote(request.decoding.aggregator):
             what = f"{request.decoding.aggregator} decides between whole answers, and not token by token"
             hint = "request a text of each agent, and let `ci_llm.crowd.generation.elect` decide"
             raise BadInput(what, where="Request.decoding", hint=hint)
-        if request in self._open or request.tokens:
-            raise BadInput("a request is admitted once", where="Decoder.admit", hint="make another")
 
     def _readers(self, members: Sequence[Request]) -> Iterator[tuple[Who, list[Request]]]:
         """Yield each reader of these requests' prompt with its requests: all agents at once if several need it."""
@@ -285,14 +281,21 @@ class Decoder:
         """The writer of a request; under `active_agent` and `without_agents` there is only one."""
         return request.who if self._is_spread else CROWD
 
+    def _leave(self, ended: _Text) -> None:
+        """Free the rows of ended texts once they are half of all, and keep a prompt that no text beside it has."""
+        beside = [text for text in self._texts if text.columns is ended.columns]
+        if 2 * sum(len(text.rows) for text in beside) <= ended.columns.rows:
+            _move(beside)
+        if ended.who not in {text.who for text in beside}:
+            _move([ended], len(ended.request.prompt))
+            self._kept.append(ended.prompt)
+
     def _forget(self) -> None:
         """Drop the oldest prompts of ended texts beyond the number of free slots."""
         del self._kept[: max(0, len(self._open) + len(self._kept) - self.slots)]
 
     def _begin(self, prompt: _Prompt, under_way: Sequence[_Prompt]) -> bool:
         """Take over the longest beginning that another prompt has; False if one under way will soon have much more."""
-        if not self._reuse:
-            return True
         left = (*(text.prompt for text in self._texts), *self._kept, *self._prompts)
         best = max(left, key=lambda other: other.shared_with(prompt, other.read))
         count = best.shared_with(prompt, best.read)
@@ -300,7 +303,7 @@ class Decoder:
         if 2 * (coming - count) > len(prompt.ids):
             return False
         if count:
-            prompt.columns = best.columns.copied(count, prompt.who if best.who is CROWD else None)
+            prompt.columns = best.columns.copied(_rows_for(prompt.who, best), count)
             prompt.read = count
             self.reused += count
             for member in prompt.members:
@@ -345,8 +348,7 @@ class Decoder:
             laid.add(crowd)
             for k in range(agents if together else 0):
                 laid.add(own[k], k)
-            spare = spare_tokens(model, laid.length, agents if self._is_spread else 1)
-            laid.fill(laid.length + spare, pad_id)
+            laid.fill(laid.length + spare_tokens(model, laid.length, agents if self._is_spread else 1), pad_id)
             yield laid
         if any(own) and not together:
             laid = _Pass("agents")
@@ -374,7 +376,7 @@ class Decoder:
             found = text_model(model)(
                 input_ids=ids.expand(copies, -1),
                 position_ids=positions,
-                pieces=Pieces(laid.pieces),
+                pieces=Pieces(laid.pieces, self._crowd.device),
                 use_cache=False,
             )
         return found.last_hidden_state  # type: ignore[no-any-return]
@@ -401,9 +403,9 @@ class Decoder:
         """
         rows, width = states.shape[:2]
         ready = [(part, piece) for part, piece in zip(laid.parts, laid.pieces, strict=True) if part.is_ready]
-        common, own = ([each for each in ready if (each[1].row is None) == of_all] for of_all in (True, False))
+        common, own = ([each for each in ready if (len(each[1].rows) == rows) == of_all] for of_all in (True, False))
         places = [row * width + piece.last for row in range(rows) for _, piece in common]
-        places += [int(piece.row or 0) * width + piece.last for _, piece in own]
+        places += [piece.rows.start * width + piece.last for _, piece in own]
         if not places:
             return
         spare = spare_tokens(self._crowd.model, len(places))
@@ -448,16 +450,31 @@ class Decoder:
         return moved
 
     def _opened(self, prompt: _Prompt) -> list[_Text]:
-        """The texts that follow a prompt, each with columns of its own; the first may take those of the prompt."""
+        """The texts that follow a prompt."""
         self._prompts.remove(prompt)
-        texts = []
-        for number, request in enumerate(prompt.members):
-            who, columns = self._who(request), prompt.columns
-            if who != prompt.who or number:
-                columns = columns.copied(len(prompt.ids), who if prompt.who is CROWD else None)
-            texts.append(_Text(request, who, columns))
+        texts = list[_Text]()
+        for request in prompt.members:
+            who = self._who(request)
+            texts.append(_Text(request, who, prompt.columns, _rows_for(who, prompt)))
+        for of_all in (True, False):  # the crowd and single agents may write in passes of their own
+            _move([text for text in texts if (text.who is CROWD) == of_all], len(prompt.ids))
         self._texts += texts
         return texts
+
+
+def _rows_for(who: Who, prompt: _Prompt) -> Sequence[int]:
+    """The rows of a prompt that a writer needs: of what all agents have read, an agent takes its own."""
+    return prompt.rows if who is CROWD or prompt.who is not CROWD else [prompt.rows[who]]
+
+
+def _move(texts: Sequence[_Text], count: int | None = None) -> None:
+    """Copy the first columns of texts that lie together, or all, into columns that only these texts have."""
+    if not texts:
+        return
+    columns, end = texts[0].columns.copied([row for text in texts for row in text.rows], count), 0
+    for text in texts:
+        text.columns, text.rows = columns, range(end, end + len(text.rows))
+        end = text.rows.stop
 
 
 #: The trial's prompt tokens (more than a block, and than a short attention window), new tokens and listed tokens.

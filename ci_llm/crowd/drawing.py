@@ -65,7 +65,7 @@ class Drawer:
             requests = [self._requests(one, objective, step) for one in asked]
             waiting = [request for own in requests for request in own]
             with self.crowd.plain(), self.crowd.evaluating():
-                work = partial(write, self.crowd, waiting, self.most, self._goes_on)
+                work = partial(write, self.crowd, waiting, self.most, stop=lambda: bool(self.tick()))
                 _, complaint = unless_out_of_memory(work)
             if complaint is None:
                 return requests
@@ -77,10 +77,6 @@ class Drawer:
                 )
             self.most = max(1, min(self.most, len(waiting)) // 2)
             logger.warning(f"memory    completions do not fit ({complaint}): {self.most} at a time from now on")
-
-    def _goes_on(self) -> bool:
-        self.tick()
-        return False
 
     def _requests(self, one: Asked, objective: Grpo, step: int) -> list[Request]:
         crowd, own = self.crowd, self.crowd.agents[one.agent].settings

@@ -1,10 +1,11 @@
-"""The cache of keys and values of texts that a decoder writes, each text in its own columns, and attention over them.
+"""The cache of keys and values of texts that a decoder writes, and attention over them.
 
-Position p of a text is column p of its `Columns`. Texts of different lengths need no padding, so they join and leave a
-pass at any time, and their numbers here do not depend on other texts. A text has memory for its own columns only, in
-blocks of `BLOCK`.
+Position p of a text is column p of its `Columns`. Texts that follow one prompt grow in step: they lie in the rows of
+the same `Columns`, and one call attends for all of them, as it would for each. Texts of different lengths need no
+padding, so they join and leave a pass at any time, and their numbers here do not depend on other texts.
 
-Legend: R rows of a pass (K agents, or 1), N its tokens, H heads, G key/value heads, T columns, D width of a head.
+Legend: R rows of a pass (K agents, or 1), N its tokens, n texts with one new token each, or R times as many, H heads, G
+key/value heads, T columns in blocks of `BLOCK`, C rows of columns, D width of a head.
 """
 
 from __future__ import annotations
@@ -34,18 +35,20 @@ def whole_blocks(count: int) -> int:
     return -(-count // BLOCK) * BLOCK
 
 
-@dataclass
+@dataclass(eq=False)
 class Columns:
-    """The keys and values of one text.
+    """The keys and values of texts of equal length.
 
     Attributes:
-        layers: for each layer number [2, R, G, T, D], keys first. R is 1 in layers that all agents share.
+        rows: C. A text has one row, or one for each agent.
+        layers: for each layer number [2, C, G, T, D], keys first.
     """
 
+    rows: int
     layers: dict[int, Tensor] = field(default_factory=dict)
 
     def extended(self, layer: int, start: int, new: Tensor) -> Tensor:
-        """Write columns [2, R, G, t, D] from `start` on, and return all columns of the layer."""
+        """Write columns [2, C, G, t, D] from `start` on, and return all columns of the layer."""
         _, rows, groups, count, width = new.shape
         end, held = start + count, self.layers.get(layer)
         if held is None or held.shape[3] < end:
@@ -57,19 +60,13 @@ class Columns:
         held.narrow(3, start, count).copy_(new)
         return held
 
-    def copied(self, count: int, agent: int | None = None) -> Columns:
-        """A copy of the first `count` columns, of all rows or of one agent's."""
+    def copied(self, rows: Sequence[int], count: int | None = None) -> Columns:
+        """A copy of the first `count` columns of these rows, or of all; a row may be named several times."""
         copies = {}
         for layer, held in self.layers.items():
-            rows = slice(None) if agent is None or held.shape[1] == 1 else slice(agent, agent + 1)
-            part = held[:, rows, :, :count]
-            copies[layer] = F.pad(part, (0, 0, 0, whole_blocks(count) - count))
-        return Columns(copies)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that these columns take."""
-        return sum(held.nbytes for held in self.layers.values())
+            part = held[:, :, :, :count].index_select(1, torch.tensor(rows, device=held.device))
+            copies[layer] = F.pad(part, (0, 0, 0, -part.shape[3] % BLOCK))
+        return Columns(len(rows), copies)
 
 
 @dataclass(frozen=True)
@@ -77,17 +74,19 @@ class Piece:
     """The tokens of one text in a pass.
 
     Attributes:
-        columns: the columns of the text.
+        columns: where the text lies.
+        own: the rows of the columns that it has.
         start, end: the positions of these tokens in the text.
         at: where they begin in the rows of the pass.
-        row: the row that has them; None if all rows have them.
+        rows: the rows of the pass that have them, one for each of `own`.
     """
 
     columns: Columns
+    own: Sequence[int]
     start: int
     end: int
     at: int
-    row: int | None = None
+    rows: range
 
     @property
     def count(self) -> int:
@@ -100,10 +99,29 @@ class Piece:
 
 
 class Pieces:
-    """The tokens of a pass: a keyword argument that the model's forward passes to its layers."""
+    """The tokens of a pass: a keyword argument that the model's forward passes to its layers.
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.all = pieces
+    Attributes:
+        long: the pieces of several tokens, which are parts of prompts.
+        together: by their columns, the pieces of one token.
+        tokens: [2, n] row and place in the pass of the token of each row of these columns, one after the other. A row
+            whose text has ended reads the first token, in vain.
+        going_on: [n'] which of these are of texts that have not ended.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
+        self.long = [piece for piece in pieces if piece.count > 1]
+        self.together: dict[Columns, list[Piece]] = {}
+        for piece in pieces:
+            if piece.count == 1:
+                self.together.setdefault(piece.columns, []).append(piece)
+        tokens, before = dict[int, tuple[int, int]](), 0
+        for columns, alike in self.together.items():
+            tokens |= {before + own: (row, p.at) for p in alike for own, row in zip(p.own, p.rows, strict=True)}
+            before += columns.rows
+        found = torch.tensor([tokens.get(n, (0, 0)) for n in range(before)], dtype=torch.long)
+        self.tokens = found.view(-1, 2).T.to(device, non_blocking=True)
+        self.going_on = torch.tensor([*tokens], dtype=torch.long).to(device, non_blocking=True)
         self._masks: dict[tuple[Any, ...], Tensor] = {}
 
     def mask(self, piece: Piece, window: int | None, device: torch.device) -> Tensor:
@@ -125,7 +143,6 @@ def column_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     pieces: Pieces | None = None,
@@ -150,23 +167,29 @@ def column_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (x.to(compute_dtype(x)) for x in (query, key, value))
     new, layer = torch.stack([key, value]), int(module.layer_idx)  # type: ignore[arg-type]
-    groups, found = key.shape[1], query.new_zeros(query.transpose(1, 2).shape)
+    found = query.new_zeros(query.transpose(1, 2).shape)
     with torch.autocast(query.device.type, enabled=False) if torch.is_autocast_enabled(query.device.type) else _PLAIN:
-        for piece in pieces.all:
-            rows = slice(None) if piece.row is None else slice(piece.row, piece.row + 1)
-            places = slice(piece.at, piece.at + piece.count)
-            held, q = piece.columns.extended(layer, piece.start, new[:, rows, :, places]), query[rows, :, places]
-            if piece.count == 1:
-                first = max(0, piece.end - sliding_window) if sliding_window else 0
-                k, v = held.narrow(3, first, piece.end - first)
-                # The heads of a group act as so many queries.
-                own = _attend(q.reshape(len(q), groups, -1, q.shape[-1]), k, v, scale, softcap, None).view(q.shape)
-            else:
-                mask = pieces.mask(piece, sliding_window, query.device)
-                k, v = held.narrow(3, 0, mask.shape[1])
-                padded = F.pad(q, (0, 0, 0, mask.shape[0] - piece.count))
-                own = _attend(padded, k, v, scale, softcap, mask).narrow(2, 0, piece.count)
-            found[rows, places] = own.transpose(1, 2)
+        for piece in pieces.long:
+            part = slice(piece.rows.start, piece.rows.stop), slice(None), slice(piece.at, piece.at + piece.count)
+            held = piece.columns.extended(layer, piece.start, new[(slice(None), *part)])
+            mask = pieces.mask(piece, sliding_window, query.device)
+            k, v = held.narrow(3, 0, mask.shape[1])
+            padded = F.pad(query[part], (0, 0, 0, mask.shape[0] - piece.count))
+            own = _attend(padded, k, v, scale, softcap, mask).narrow(2, 0, piece.count)
+            found[part[0], part[2]] = own.transpose(1, 2)
+        if not pieces.together:
+            return found, None
+        (rows, places), sizes, done = pieces.tokens, [columns.rows for columns in pieces.together], []
+        # For each of the columns [C, H, D] and [2, C, G, D].
+        each = zip(query[rows, :, places].split(sizes), new[:, rows, :, places].split(sizes), strict=True)
+        for (columns, alike), (q, added) in zip(pieces.together.items(), each, strict=True):
+            end = alike[0].end
+            first = max(0, end - sliding_window) if sliding_window else 0
+            held = columns.extended(layer, end - 1, added.transpose(0, 1).unsqueeze(3))
+            k, v = held.narrow(3, first, end - first)
+            # The heads of a group act as so many queries.
+            done.append(_attend(q.unflatten(1, (k.shape[1], -1)), k, v, scale, softcap, None).flatten(1, 2))
+        found[rows[pieces.going_on], places[pieces.going_on]] = torch.cat(done)[pieces.going_on]
     return found, None
 
 

@@ -28,7 +28,7 @@ from ci_llm.crowd.diversity import TermInputs, find_form
 from ci_llm.crowd.model import CrowdModel, CrowdOutput
 from ci_llm.data.batches import Batch
 from ci_llm.errors import BadInput
-from ci_llm.lora.passes import Head
+from ci_llm.lora.passes import Head, plain_chunk
 from ci_llm.objectives import Evidence, Metrics, Objective, for_agents, pairs
 from ci_llm.objectives.grpo import Grpo, divergence
 from ci_llm.objectives.grpo.metrics import Sums
@@ -341,20 +341,12 @@ class Tempered:
     entropies: list[Tensor] = field(default_factory=list)
 
     def __call__(self, z: Tensor, index: Tensor, head: Head, narrow: Tensor, slopes: Tensor | None) -> Tensor:
-        bend = None if slopes is None or head.softcap is None else 1 - (z / head.softcap) ** 2
-        if self.temperature != 1:
+        if self.temperature != 1:  # the scale of the logits is one over the temperature as well, and so is their cap
             z.div_(self.temperature)
-        z.sub_(z.amax(1, keepdim=True))
-        wanted, shares = z.gather(1, index), z.exp()
-        total = shares.sum(1, keepdim=True)
-        self.entropies.append((total.log() - z.mul_(shares).sum(1, keepdim=True) / total).squeeze(1))
-        if slopes is not None:  # as in `plain_chunk`; the scale of the logits is one over the temperature as well
-            scale = head.scale / self.temperature
-            shares.mul_(-scale / total).scatter_(1, index, scale, reduce="add")
-            if bend is not None:
-                shares.mul_(bend)
-            torch.mm(shares if shares.dtype == narrow.dtype else narrow.copy_(shares), head.weight, out=slopes)
-        return (wanted - total.log()).squeeze(1)
+            cap = head.softcap and head.softcap / self.temperature
+            head = replace(head, scale=head.scale / self.temperature, softcap=cap)
+        self.entropies.append(torch.special.entr(z.softmax(1)).sum(1))
+        return plain_chunk(z, index, head, narrow, slopes)
 
 
 @dataclass(frozen=True)
@@ -412,7 +404,7 @@ class GrpoObjective(_OfUnits):
             agents,
             batch,
             total=total.sum(),
-            task=total.detach() + total.new_tensor(lost) if self.failed else total.detach(),
+            task=total.detach() + total.new_tensor(lost),
             diversity=total.new_zeros(()),
             targets=(batch.counted,) * len(agents),
             metrics=metrics,

@@ -8,6 +8,7 @@ Legend: K agents, U prompts, G completions of a prompt, F rewards; index K stand
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -105,24 +106,11 @@ class Rewarded(Judged):
 
 @dataclass(frozen=True)
 class RewardScorer:
-    """Scores agents and crowd on prompts.
+    """Scores agents and crowd on prompts, as the configuration of their run says."""
 
-    Attributes:
-        longest: the most tokens of an answer.
-    """
-
+    config: Config
     objective: Grpo
     rewards: Sequence[Reward]
-    aggregator: str
-    longest: int
-    seed: int
-
-    @classmethod
-    def of(cls, config: Config, objective: Grpo, rewards: Sequence[Reward]) -> RewardScorer:
-        """The scorer of a run with this configuration."""
-        longest = config.max_new_tokens_eval
-        longest = config.max_completion_length if longest == "auto" else longest
-        return cls(objective, rewards, config.aggregator, longest, config.seed)
 
     def scores(
         self,
@@ -159,9 +147,9 @@ class RewardScorer:
         found = list[Tensor]()
         for (number, prompt), of_row in zip(asked, each, strict=True):
             asking = Asking.of(rows, number)
-            answers = [[self._answer(crowd, prompt, wanted) for wanted in own] for own in of_row]
-            of_each = torch.stack([self._rewards(crowd, asking, own) for own in answers])
-            found.append(of_each.expand(crowd.num_agents + 1, 2))  # an agent alone is the crowd
+            of_each = [[self._reward(crowd, prompt, asking, wanted) for wanted in own] for own in of_row]
+            # An agent alone is the crowd.
+            found.append(torch.tensor(of_each, dtype=torch.float64).expand(crowd.num_agents + 1, 2))
         return found
 
     def _requests(self, crowd: CrowdModel, number: int, prompt: TokenIds) -> list[list[list[Request]]]:
@@ -176,28 +164,22 @@ class RewardScorer:
     def _ways(self, crowd: CrowdModel, agent: int) -> tuple[Decoding, Decoding]:
         """The options of an agent's greedy and of its drawn answer, which has its temperature in training."""
         assert crowd.prompter is not None
-        ends = crowd.prompter.ends | ends_of_base(crowd.model)
-        greedy = Decoding(self.longest, ends, self.aggregator, seed=self.seed)
+        config, ends = self.config, crowd.prompter.ends | ends_of_base(crowd.model)
+        longest = config.max_new_tokens_eval
+        longest = config.max_completion_length if longest == "auto" else longest
+        greedy = Decoding(longest, ends, config.aggregator, seed=config.seed)
         return greedy, as_drawn(greedy, self.objective, agent)
 
-    def _answer(self, crowd: CrowdModel, prompt: TokenIds, requests: Sequence[Request]) -> TokenIds | None:
-        """The one text, or the one that wins, with its end; None if the numbers of all writers are not finite."""
+    def _reward(self, crowd: CrowdModel, prompt: TokenIds, asking: Asking, requests: Sequence[Request]) -> float:
+        """The reward of the one text, or of the one that wins; NaN if the numbers of all writers are not finite."""
         prompter, texts = crowd.prompter, [request.tokens for request in requests if request.error is None]
         assert prompter is not None
-        if len(texts) < 2:
-            return texts[0] if texts else None
-        return elect(
-            crowd, prompt, texts, self.aggregator, lambda each: final_answers([prompter.text(ids) for ids in each])
-        )[0]
-
-    def _rewards(self, crowd: CrowdModel, asking: Asking, answers: Sequence[TokenIds | None]) -> Tensor:
-        """The reward [2] of each answer of one writer; NaN if it could not write them."""
-        assert crowd.prompter is not None
-        found, where = list[Tensor](), f"evaluation, {asking.place}"
-        for ids in answers:
-            if ids is None:
-                return torch.full((len(answers),), torch.nan, dtype=torch.float64)
-            said, timeout = crowd.prompter.text(ids), self.objective.reward_timeout
-            rewards = rewards_of_group(self.rewards, asking, [said], [ids], where, timeout)
-            found.append(total_rewards(rewards, self.objective.reward_weights).nan_to_num(nan=0.0))
-        return torch.cat(found)
+        if not texts:
+            return math.nan
+        ids: TokenIds = texts[0]
+        if len(texts) > 1:
+            how = self.config.aggregator
+            ids, _ = elect(crowd, prompt, texts, how, lambda each: final_answers([prompter.text(ids) for ids in each]))
+        where, timeout = f"evaluation, {asking.place}", self.objective.reward_timeout
+        rewards = rewards_of_group(self.rewards, asking, [prompter.text(ids)], [ids], where, timeout)
+        return float(total_rewards(rewards, self.objective.reward_weights).nan_to_num(nan=0.0))

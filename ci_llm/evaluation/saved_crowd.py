@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
 import xxhash
@@ -205,11 +205,10 @@ def _score(job: loading.Job, progress: Progress) -> tuple[scoring.Scores, scorin
 def _rewarded(job: loading.Job, progress: Progress) -> tuple[scoring.Scores, scoring.Scores]:
     """The rewards of agents and crowd, and of the base alone."""
     config, total = job.config, len(job.tokenized)
-    objective = objective_of(config.objective, _each_config(job), job.crowd.device)
-    assert isinstance(objective, Grpo)
+    objective = cast(Grpo, objective_of(config.objective, _each_config(job), job.crowd.device))
     rewards = rewards_of(config.rewards or (), config.answer_column, config.max_completion_length)
     require_answers(rewards, job.tokenized.rows.column_sets, config.answer_column, job.tokenized.rows.where)
-    scorer = RewardScorer.of(config, objective, rewards)
+    scorer = RewardScorer(config, objective, rewards)
 
     def batches(phase: Phase) -> Iterator[list[int]]:
         for part in share(range(total), 0, 1, job.batch_size):
@@ -220,8 +219,9 @@ def _rewarded(job: loading.Job, progress: Progress) -> tuple[scoring.Scores, sco
     assert scores is not None, "nobody asks to stop"
     if not job.names:
         return scores, scores
+    scorer = replace(scorer, config=config.model_copy(update={"aggregator": "probability"}))
     with job.crowd.without_agents():
-        base = replace(scorer, aggregator="probability").scores(job.crowd, job.tokenized, batches("scoring the base"))
+        base = scorer.scores(job.crowd, job.tokenized, batches("scoring the base"))
     assert base is not None, "nobody asks to stop"
     return scores, base
 

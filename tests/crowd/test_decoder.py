@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from ci_llm.crowd import decoder as decoder_module
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.decoder import Decoder
 from ci_llm.crowd.decoding import CROWD, Decoding, Request, choose
-from ci_llm.crowd.kv_cache import Columns
+from ci_llm.crowd.kv_cache import Columns, Piece, Pieces, column_attention
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import ModelError
 from ci_llm.lora.reading import NOBODY
@@ -178,15 +179,15 @@ def test_the_bits_of_a_text_do_not_depend_on_other_texts(monkeypatch: pytest.Mon
     prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[:6]]
     wanted = mixed(prompts)
     for request in wanted:
-        written(crowd, [request], slots=1, reuse=False)
+        written(crowd, [request], slots=1)
     ways: list[Any] = [{"slots": 64}, {"slots": 3}, {"slots": 16, "budget": 16}, {"slots": 7, "budget": 48}]
-    for reuse, how in zip((False, False, False, True), ways, strict=True):
+    for how in ways:
         found = mixed(prompts)
         order = list(found)
         random.Random(1).shuffle(order)
-        decoder = written(crowd, order, **how, reuse=reuse)
+        decoder = written(crowd, order, **how)
         assert bits(found) == bits(wanted)
-        assert bool(decoder.reused) == reuse
+    assert decoder.reused
     together = {("crowd", crowd.num_agents, agents) for agents in (1, 2)}
     assert layouts >= together | {("crowd", 1, 0), ("agents", 1, 1), ("agents", 1, 2), ("base", 1, 0)}
 
@@ -203,6 +204,39 @@ def test_a_prompt_is_read_once_for_the_crowd_and_its_agents_and_for_several_samp
     for request in alone:
         written(llama, [request])
     assert bits(alone) == bits(requests)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_texts_that_lie_together_are_attended_to_as_each_is_alone(window: int | None, softcap: float | None) -> None:
+    """Of four texts of one prompt, in two rows of a pass, one has ended; a text of all rows is beside them."""
+    drawn, rows, count, length = torch.Generator().manual_seed(0), 2, 3, 19
+    query, key, value = (torch.randn(rows, heads, count, 8, generator=drawn) for heads in (4, 2, 2))
+    lying = [torch.randn(2, many, 2, length, 8, generator=drawn) for many in (4, rows)]
+    places = {0: (0, 0), 2: (1, 0), 3: (0, 1)}  # of a row of columns, row and place in the pass
+
+    def columns(held: torch.Tensor) -> Columns:
+        found = Columns(held.shape[1])
+        found.extended(0, 0, held)
+        return found
+
+    def attended(*pieces: Piece) -> torch.Tensor:
+        laid = Pieces(pieces, query.device)
+        layer: Any = SimpleNamespace(layer_idx=0)
+        given: dict[str, Any] = {"sliding_window": window, "softcap": softcap, "pieces": laid}
+        return column_attention(layer, query, key, value, None, **given)[0]
+
+    common, of_all = columns(lying[0]), columns(lying[1])
+    each = [Piece(common, [own], length, length + 1, at, range(row, row + 1)) for own, (row, at) in places.items()]
+    found = attended(*each, Piece(of_all, range(rows), length, length + 1, 2, range(rows)))
+    for own, (row, at) in places.items():
+        alone = attended(Piece(columns(lying[0][:, [own]]), [0], length, length + 1, at, range(row, row + 1)))
+        assert torch.equal(found[row, at], alone[row, at])
+        smaller = common.copied([own])
+        assert torch.equal(smaller.layers[0][:, 0], common.layers[0][:, own])
+    alone = attended(Piece(columns(lying[1]), range(rows), length, length + 1, 2, range(rows)))
+    assert torch.equal(found[:, 2], alone[:, 2])
+    assert not alone[:, :2].any()
 
 
 def test_a_prompt_reuses_the_cached_prefix_of_another(llama: Crowd) -> None:

@@ -326,7 +326,7 @@ def seen(completions: Sequence[str], completion_ids: Sequence[list[int]], **_: A
 
 @pytest.mark.parametrize("aggregator", ["probability", "majority"])
 def test_an_agent_with_nan_weights_has_no_score_and_spoils_no_other(aggregator: str, tmp_path: Path) -> None:
-    crowd, longest = crowd_of(3), 5
+    crowd, config = crowd_of(3), Config(aggregator=aggregator, max_new_tokens_eval=5)
     with torch.no_grad():
         crowd.agents[1].weights.fill_(torch.nan)
     asked = read_rows(
@@ -334,7 +334,7 @@ def test_an_agent_with_nan_weights_has_no_score_and_spoils_no_other(aggregator: 
     )
     each = [Config(objective="grpo", rewards=("length",), temperature=warmth) for warmth in (5.0, 5.0, 1e-4)]
     objective = objective_of("grpo", each)
-    scorer = RewardScorer(objective, (Reward("seen", seen),), aggregator, longest, 42)
+    scorer = RewardScorer(config, objective, (Reward("seen", seen),))
     SEEN.clear()
     with crowd.plain():
         scores = scorer.scores(crowd, asked, [[0, 1], [2]])
@@ -352,7 +352,7 @@ def test_an_agent_with_nan_weights_has_no_score_and_spoils_no_other(aggregator: 
         assert greedy == drawn
     assert any(SEEN[6 * row] != SEEN[6 * row + 1] for row in range(3)), "the first agent has another temperature"
     ends = crowd.prompter.ends  # type: ignore[union-attr]
-    assert all(len(ids) == longest or ids[-1] in ends for _, ids in SEEN), "a completion has its end, as in training"
+    assert all(len(ids) == 5 or ids[-1] in ends for _, ids in SEEN), "a completion has its end, as in training"
 
 
 def test_a_function_that_only_a_checkpoint_names_is_not_imported() -> None:

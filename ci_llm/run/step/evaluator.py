@@ -265,7 +265,7 @@ class Evaluator:
         return None if found is None else Scores.joined(found)
 
     def _rewarded(self, policy: GrpoObjective, rows: TokenizedRows, step: int, micro_batch_size: int) -> Scores | None:
-        scorer = RewardScorer.of(self._config, policy.objective, policy.rewards)
+        scorer = RewardScorer(self._config, policy.objective, policy.rewards)
 
         def work(rounds: Rounds) -> Scores | None:
             return scorer.scores(self._crowd, rows, rounds.batches, rounds.stop_requested_here)
