@@ -178,6 +178,9 @@ class ObjectiveKeys(Keys):
         no_sweep=("it couples the agents, and trials must not depend on each other", "leave it out"),
     )
     lambda_sw: Amount = exact(0.1, "weight of the diversity term")
+    swd_representation: Literal["last_token", "mean", "first_token"] = exact(
+        "last_token", "hidden state of a row that swd compares: last_token, first_token or mean"
+    )
     aggregator: Aggregator = free(
         "probability",
         "how agents become one: by token (probability, logit, confidence, dirichlet), or by a vote over"

@@ -188,6 +188,8 @@ def _doubtful(c: KeysOfEach) -> Iterator[str]:
             f"lambda_sw {c.lambda_sw:g} has no effect: it is the weight of the diversity term, and diversity is none,"
             " because no tested term made a better crowd (docs/crowd.md); lambda_sw=0 silences this line"
         )
+    if c.diversity == "swd" and c.swd_representation == "first_token":
+        yield "swd_representation first_token is the same in all rows: a causal model has read no other token there"
     if c.aggregator == "dirichlet":
         yield (
             "aggregator dirichlet is the uniform mean, as probability is, until `ci-llm evaluate --calibrate` has"

@@ -90,6 +90,7 @@ class NextToken:
     Args:
         diversity: a form of `ci_llm.crowd.diversity`: none or swd.
         weight: the weight of the term; without effect for `none`.
+        representation: the state that stands for a row in this distance: last_token, first_token or mean.
         seed: the seed of the directions.
         bootstrap: [K] the key of an agent's random row weights, None for an agent that weighs all rows the same; empty
             if all agents do. Weights change what is learned, and not the reported losses.
@@ -97,6 +98,7 @@ class NextToken:
 
     diversity: str = "none"
     weight: float = 0.0
+    representation: str = "last_token"
     seed: int = 42
     bootstrap: tuple[tuple[int, int] | None, ...] = ()
     metric_names: ClassVar[tuple[str, ...]] = ()
@@ -148,8 +150,15 @@ class NextToken:
         return replace(found, diversity=self._term(log_probs, log_probs[:, :0, None], first.batch, step))
 
     def _term(self, log_probs: Tensor, states: Tensor, batch: Batch, step: int) -> Tensor:
-        finite = log_probs.detach().isfinite().all(1)
-        inputs = TermInputs(log_probs, states, finite=finite, batch=batch, step=step, seed=self.seed)
+        inputs = TermInputs(
+            log_probs,
+            states,
+            finite=log_probs.detach().isfinite().all(1),
+            batch=batch,
+            step=step,
+            seed=self.seed,
+            representation=self.representation,
+        )
         return find_form(self.diversity).term(inputs)
 
 

@@ -29,7 +29,7 @@ from ci_llm.core.memory import is_out_of_memory
 from ci_llm.data.batches import Batch, MicroBatch, padded, without_repeats
 from ci_llm.errors import CiLlmError, ModelError
 from ci_llm.lora.attention import Segments
-from ci_llm.lora.products import LEAST_ROWS, joined, product
+from ci_llm.lora.products import LEAST_ROWS, product
 from ci_llm.lora.reading import Reading, compute_dtype
 
 
@@ -309,7 +309,7 @@ class Passes:
         with self.reading.of(agents, sizes):
             states = self._end_to_end(ids[None], positions, (0, *bounds), [back for one in each for back in one[3]])
         parts = iter(part[:, one[4]] for part, one in zip(states.split(sizes, dim=1), each, strict=True))
-        return [joined([*islice(parts, len(own.agents))]) for own in rows]
+        return [_joined([*islice(parts, len(own.agents))]) for own in rows]
 
     def _of_one(self, agents: tuple[int, ...], batch: Batch) -> Tensor:
         """[n, N, D] of n agents that read one batch: the rows once for each."""
@@ -358,6 +358,10 @@ class Passes:
         # No attention mask is given. Pads stand to the right of a row, where no token of a causal model attends. A
         # mask that leaves a pad no position to attend to makes its state NaN in some families, and NaN spreads.
         return {name: inputs[name] for name in ("input_ids", "position_ids")}, index
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def spare_tokens(model: PreTrainedModel, tokens: int, copies: int = 1) -> int:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.diversity import jensen_gap, sliced_wasserstein, unit_directions
+from ci_llm.crowd.diversity import jensen_gap, row_states, sliced_wasserstein, unit_directions
 from ci_llm.crowd.model import CrowdOutput
 from ci_llm.crowd.objective import NextToken
 from ci_llm.data.batches import Batch
@@ -145,10 +143,10 @@ def test_swd_is_bounded_and_left_out_for_a_single_row(crowd: Crowd) -> None:
     assert objective(output_of(crowd, single), step=2).diversity.item() == 0
 
 
-def test_swd_reads_the_last_state_of_every_row(crowd: Crowd) -> None:
-    output, objective = output_of(crowd, batch((5, 8))), NextToken("swd", weight=1.0)
-    lasts = torch.zeros_like(output.states)
-    lasts[:, [4, 12]] = output.states[:, [4, 12]]
-    assert objective(replace(output, states=lasts), step=2).diversity == objective(output, step=2).diversity
-    lasts[0, 4] = -lasts[0, 4]
-    assert objective(replace(output, states=lasts), step=2).diversity != objective(output, step=2).diversity
+def test_row_states_hold_only_their_own_row(crowd: Crowd) -> None:
+    packed = batch((5, 8))
+    states = output_of(crowd, packed).states
+    assert torch.equal(row_states(states, packed, "last_token"), states[:, [4, 12]])
+    assert torch.equal(row_states(states, packed, "first_token"), states[:, [0, 5]])
+    mean = torch.stack([states[:, :5].mean(1), states[:, 5:].mean(1)], dim=1)
+    torch.testing.assert_close(row_states(states, packed, "mean"), mean)

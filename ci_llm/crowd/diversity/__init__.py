@@ -47,6 +47,7 @@ class TermInputs:
         finite: [K] bool, the agents whose log-probabilities are all finite.
         batch: the rows of the micro-batch.
         step: the optimizer step; with `seed` it keys random numbers, so that a resumed run draws the same.
+        representation: `swd_representation`.
     """
 
     log_probs: Tensor
@@ -55,6 +56,7 @@ class TermInputs:
     batch: Batch
     step: int
     seed: int
+    representation: str
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,24 @@ def unit_directions(width: int, count: int, generator: torch.Generator) -> Tenso
     return F.normalize(torch.randn(width, count, generator=generator, dtype=torch.float64), dim=0)
 
 
+def row_states(states: Tensor, batch: Batch, representation: str) -> Tensor:
+    """One point per row and agent: packed states [K, N, D] -> [K, B, D].
+
+    Args:
+        representation: "last_token", "first_token" or "mean" (over the tokens of the row).
+    """
+    if representation == "last_token":
+        return states[:, batch.last_tokens]
+    first_tokens = F.pad(batch.last_tokens[:-1] + 1, (1, 0))
+    if representation == "first_token":
+        return states[:, first_tokens]
+    lengths = batch.last_tokens - first_tokens + 1
+    rows = torch.arange(batch.num_rows, device=states.device)
+    row_of = torch.repeat_interleave(rows, lengths, output_size=batch.num_tokens)
+    sums = states.new_zeros(states.shape[0], batch.num_rows, states.shape[-1]).index_add(1, row_of, states)
+    return sums / lengths[None, :, None]
+
+
 def _gap(inputs: TermInputs) -> Tensor:
     """The Jensen gap [] of the micro-batch, which is already a sum over its targets."""
     return jensen_gap(inputs.log_probs, inputs.finite)
@@ -129,8 +149,7 @@ def _distance(inputs: TermInputs) -> Tensor:
     batch = inputs.batch
     if batch.num_rows < 2:  # there is nothing to compare in sets of one point
         return inputs.log_probs.new_zeros(())
-    # The last token of a row has read all of it.
-    states = inputs.states[:, batch.last_tokens].to(inputs.log_probs.dtype)
+    states = row_states(inputs.states, batch, inputs.representation).to(inputs.log_probs.dtype)
     points = F.normalize(states, dim=-1)
     # Keyed by the step: a resumed run draws the directions that an uninterrupted one draws.
     generator = generator_for(inputs.seed, "directions", inputs.step)

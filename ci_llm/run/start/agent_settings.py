@@ -67,7 +67,9 @@ def objective_of(config: Config, crowd: Crowd, num_processes: int) -> TrainedObj
             rewards = rewards_of(config.rewards or (), config.answer_column, config.max_completion_length)
             return GrpoObjective(found, crowd, rewards, num_processes)
         return Preferences(found, crowd, bootstrap)
-    return NextToken(config.diversity, config.lambda_sw, seed=config.seed, bootstrap=bootstrap)
+    return NextToken(
+        config.diversity, config.lambda_sw, config.swd_representation, seed=config.seed, bootstrap=bootstrap
+    )
 
 
 def prepare_agents(
