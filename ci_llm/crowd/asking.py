@@ -25,9 +25,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ci_llm.crowd import generation
 from ci_llm.crowd.aggregators import find_vote
-from ci_llm.crowd.answers import TokenUncertainty, Uncertainty, agreement, calibrated, of_text, signals
-from ci_llm.crowd.decoding import Decoding, Generated, TokenIds, ends_of_base, free_positions
 from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.next_token import Decoding, Generated, TokenIds, ends_of_base, free_positions
+from ci_llm.crowd.uncertainty import TokenUncertainty, Uncertainty, agreement, calibrated, of_text, signals
 from ci_llm.data.batches import Batch, Packable, in_order
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompt, Prompter
@@ -70,8 +70,8 @@ class Answer(Uncertainty):
         prompt: the prompt as it was given.
         answer: the crowd's answer.
         agents: each agent's own answer to the same prompt, generated greedily; empty if these were not asked for.
-        agreement: the share of agents whose own answer is the crowd's, see `ci_llm.crowd.answers.agreement`; None if
-            there are no own answers.
+        agreement: the share of agents whose own answer is the crowd's, see `ci_llm.crowd.uncertainty.agreement`; None
+            if there are no own answers.
         probability_right: the calibrated probability that the answer is right; None without a calibration, and with
             another aggregator than the calibration's.
         abstained: True if `probability_right` is below `abstain_below`, so that the answer should not be given.

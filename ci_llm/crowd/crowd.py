@@ -274,7 +274,7 @@ class Crowd(CrowdModel):
             details: also say how sure the crowd is, and let each agent answer alone.
             stop_strings: an answer ends before the first of these strings.
             batch_size: prompts answered at a time; the memory for keys and values grows with it.
-            **choices: how tokens are chosen, by the names and defaults of `ci_llm.crowd.decoding.Decoding`:
+            **choices: how tokens are chosen, by the names and defaults of `ci_llm.crowd.next_token.Decoding`:
                 `max_new_tokens` (256), `aggregator` ("probability"), `do_sample` (False), `temperature`, `top_p`,
                 `top_k`, `seed` and `abstain_below`. With `temperature=0` the most probable token is taken, and without
                 a seed each call takes another one.

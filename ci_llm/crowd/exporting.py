@@ -22,7 +22,6 @@ from ci_llm.config import Config
 from ci_llm.core.durable import new_folder, write_new
 from ci_llm.core.measures import measures_of
 from ci_llm.crowd.adapter_files import Adapter, require_convertible, settings_of, write_gguf_adapter
-from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.card import ADAPTER, MODELFILE, CardFacts, Kind, adapter_card, crowd_card, public_name
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.distilling import CONTROL, distil
@@ -36,6 +35,7 @@ from ci_llm.crowd.pretrained import (
     write_crowd,
 )
 from ci_llm.crowd.scoring import score
+from ci_llm.crowd.uncertainty import Calibration
 from ci_llm.data.batches import in_order, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import tokenizer_files

@@ -30,9 +30,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from ci_llm.crowd.aggregators import aggregate, find_vote, is_mean
-from ci_llm.crowd.answers import TokenUncertainty, of_text, token_uncertainty, tokens_of
 from ci_llm.crowd.decoder import Decoder, decodes
-from ci_llm.crowd.decoding import (
+from ci_llm.crowd.metrics import AnswerStyle, final_answer
+from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.next_token import (
     Chosen,
     Decoding,
     Generated,
@@ -44,8 +45,7 @@ from ci_llm.crowd.decoding import (
     vote_key,
     without_nan,
 )
-from ci_llm.crowd.metrics import AnswerStyle, final_answer
-from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.uncertainty import TokenUncertainty, of_text, token_uncertainty, tokens_of
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompter

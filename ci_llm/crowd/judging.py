@@ -26,8 +26,8 @@ from torch import Tensor
 from ci_llm.core.evaluation_file import Difference, Figure, Intervals, Judgement
 from ci_llm.core.measures import LEAST_ROWS, METRICS
 from ci_llm.crowd.asking import answered_rows, batches_of, prompter_of
-from ci_llm.crowd.decoding import num_positions
 from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.next_token import num_positions
 from ci_llm.crowd.objective import Preferences
 from ci_llm.data.batches import Batch
 from ci_llm.data.encoder import Example

@@ -24,13 +24,13 @@ from torch import Tensor
 from ci_llm.core.evaluation_file import Asked, BaseScores, BestAgent, Difference, Figure, TeacherForced
 from ci_llm.core.measures import JudgedBy, paired_interval
 from ci_llm.crowd.aggregators import aggregate, find_vote, majority
-from ci_llm.crowd.answers import Uncertainty, decompose, of_text, signals
 from ci_llm.crowd.asking import TokenBatch, answered_rows, batches_of, is_tokens, require_writers, token_rows
-from ci_llm.crowd.decoding import Decoding, ends_of_base, num_positions
 from ci_llm.crowd.generation import Wanted, generate_each, targets_of
 from ci_llm.crowd.judging import Judged, judge
 from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.next_token import Decoding, ends_of_base, num_positions
+from ci_llm.crowd.uncertainty import Uncertainty, decompose, of_text, signals
 from ci_llm.data.batches import Batch, Packable
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompt, Prompter, last_answer, prompts_of
@@ -444,7 +444,7 @@ class Answers:
         crowd: the text of the crowd.
         right: [K+2] True for each that is right: K agents, the crowd, the vote.
         uncertainty: how sure the crowd was; None if it was not asked for.
-        signals: the signals of the K agents' answers and of the crowd's, see `ci_llm.crowd.answers`; empty if
+        signals: the signals of the K agents' answers and of the crowd's, see `ci_llm.crowd.uncertainty`; empty if
             `uncertainty` was not asked for.
     """
 

@@ -20,8 +20,8 @@ from ci_llm.cli import main
 from ci_llm.crowd import kv_cache
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.decoder import decodes
-from ci_llm.crowd.decoding import Chosen, Decoding, Generated, Request, choose, generate_key
 from ci_llm.crowd.generation import Wanted, generate_each
+from ci_llm.crowd.next_token import Chosen, Decoding, Generated, Request, choose, generate_key
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.prompts import Prompter, last_answer
 from ci_llm.embedded import BASE_FOLDER, rows

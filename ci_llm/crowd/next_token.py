@@ -27,7 +27,7 @@ from transformers.generation import (
 from ci_llm.base.load import positions_of
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.aggregators import AGGREGATORS, Learned, aggregate, is_mean
-from ci_llm.crowd.answers import TokenUncertainty, token_uncertainty
+from ci_llm.crowd.uncertainty import TokenUncertainty, token_uncertainty
 from ci_llm.errors import BadInput, DataError, ModelError
 
 TokenIds = Sequence[int]
