@@ -1,4 +1,4 @@
-"""The choice of tokens: the options of a generation, its requests, and the next token of many texts.
+"""The choice of the next token: the options of a generation, its requests, and the next token of many texts.
 
 `choose` depends on its arguments alone. If the choice fails for one text, it gets the error, and the others get tokens.
 
