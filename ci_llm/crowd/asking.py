@@ -76,10 +76,10 @@ class Answer(Uncertainty):
         probability_right: the calibrated probability that the answer is right; None without a calibration, and with
             another aggregator than the calibration's.
         abstained: True if `probability_right` is below `abstain_below`, so that the answer should not be given.
-        agents_asked: how many agents wrote the answer: K, or 0 for a base alone.
+        agents_asked: the number of agents that wrote the answer: K, or 0 for a base alone.
         complete: True if the crowd or a stop string ended the answer; False if `max_new_tokens` or the base's
             positions cut it.
-        tokens: how sure the crowd was of each token.
+        tokens: the uncertainty of the crowd about each token.
     """
 
     prompt: Prompt
@@ -155,7 +155,7 @@ def require_writers(crowd: CrowdModel) -> None:
 
 
 def texts(crowd: CrowdModel, prompts: Sequence[Prompt], options: Decoding, batch_size: int = 16) -> list[str]:
-    """Only the text of the crowd's answer to each prompt, "" where it abstains; see `answers`."""
+    """The text alone of the crowd's answer to each prompt, "" where it abstains; see `answers`."""
     if options.abstain_below is not None:
         found = answers(crowd, prompts, options, batch_size, include_agents=False)
         return ["" if answer.abstained else answer.answer for answer in found]
@@ -350,7 +350,7 @@ class _Asking:
     """Prompts for a crowd. All of them are checked before anything is generated.
 
     Args:
-        at_a_time: how many prompts are answered at the same time.
+        at_a_time: the number of prompts answered at the same time.
 
     Attributes:
         ids: the token ids of each prompt.

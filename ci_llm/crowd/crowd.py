@@ -40,7 +40,7 @@ class Crowd(CrowdModel):
 
     Attributes:
         prompter: formats prompts for `generate`; None until it is set.
-        calibration: what validation rows say about the answers; None until `ci-llm evaluate --calibrate`.
+        calibration: the lessons of validation rows about the answers; None until `ci-llm evaluate --calibrate`.
         learned: the numbers for aggregators with learned weights, from the calibration.
         common_start: True if all agents began with the same weights, so that the mean of their weights is an agent.
         names: the agents' folders in a checkpoint, agent0, agent1, ...; a run that stops agents leaves gaps. Empty
@@ -221,8 +221,8 @@ class Crowd(CrowdModel):
         """The Jensen-Shannon divergence of the agents' distributions on given answers.
 
         Args:
-            prompts: as for `log_probs`.
-            answers: as for `log_probs`. For answers that the crowd writes itself, take `generate(..., details=True)`.
+            prompts: the same as for `log_probs`.
+            answers: the same as for `log_probs`. For answers that the crowd writes itself, take `generate(..., details=True)`.
             batch_size: rows at a time.
 
         Returns:
@@ -270,7 +270,7 @@ class Crowd(CrowdModel):
                 or a batch of tensors: `input_ids` [N, L], with `attention_mask` [N, L] where rows are padded.
             details: also say how sure the crowd is, and let each agent answer alone.
             batch_size: prompts answered at a time; the memory for keys and values grows with it.
-            **choices: by the names and defaults of `ci_llm.crowd.next_token.Decoding`: `max_new_tokens` (256),
+            **choices: options, with the defaults of `ci_llm.crowd.next_token.Decoding`: `max_new_tokens` (256),
                 `aggregator` ("probability"), `do_sample` (False), `temperature`, `top_p`, `top_k`, `seed`,
                 `stop_strings` (one or several) and `abstain_below`. With `temperature=0` the most probable token is
                 taken, and without a seed each call takes another one.
@@ -296,8 +296,8 @@ class Crowd(CrowdModel):
         with a `with` block around it, or by `close()`; until then the crowd cannot be used for anything else.
 
         Args:
-            prompt: as for `generate`.
-            **choices: as for `generate`.
+            prompt: one prompt, as for `generate`.
+            **choices: the options of `generate`.
 
         Returns:
             an iterator over strings; its `result` is the `ci_llm.crowd.asking.Answer`, without the agents' own.

@@ -58,11 +58,11 @@ class Comparison:
     """Scores by name: the agents, the crowd, and a merge if there is one.
 
     Attributes:
-        rows: how many rows were scored.
+        rows: the number of rows that were scored.
         trained_on: how many of them were trained on: none, some or all.
         scores: (exact match, NLL): the share of rows whose whole solution greedy decoding reproduces, for heads of
             right classes or pairs; and nats per target token, for heads the loss of a row.
-        objective: what the agents were trained for; see `measured_as`.
+        objective: the objective of their training; see `measured_as`.
     """
 
     rows: int

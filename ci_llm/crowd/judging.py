@@ -352,7 +352,7 @@ def score_texts(
     abstain_below: float | None = None,
     batch_size: int = 16,
 ) -> list[TextScore]:
-    """See `Crowd.score`."""
+    """The scores of texts by the heads; see `Crowd.score`."""
     if abstain_below is not None and crowd.settings.outputs == 1:
         what = "abstain_below is a probability of a class, and these heads give one number"
         raise BadInput(what, where="Crowd.score", hint="leave it out; `lower` says how sure the agents are")

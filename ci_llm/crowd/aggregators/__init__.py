@@ -65,7 +65,7 @@ class Vote:
 
     Attributes:
         winner: the number of the answer that wins, from the answers and the log-probabilities of their texts.
-        samples: how many answers each agent draws; None for the one that it decodes greedily.
+        samples: the number of answers that each agent draws; None for the one that it decodes greedily.
         temperature: the temperature of the draws.
     """
 
