@@ -222,7 +222,7 @@ class Crowd(CrowdModel):
 
         Args:
             prompts: the same as for `log_probs`.
-            answers: the same as for `log_probs`. For answers that the crowd writes itself, take `generate(..., details=True)`.
+            answers: the same as for `log_probs`. For the crowd's own answers, take `generate(..., details=True)`.
             batch_size: rows at a time.
 
         Returns:
