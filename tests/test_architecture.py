@@ -283,7 +283,7 @@ CAPS = {
     "cluster": 755,
     "config": 2234,
     "core": 1510,
-    "crowd": 4747,
+    "crowd": 4741,
     "data": 3286,
     "distributed": 654,
     "dry_run": 800,
