@@ -42,7 +42,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ci_llm.base.load import load_base
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.next_token import Decoding
 from ci_llm.data.batches import Batch, pack
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError

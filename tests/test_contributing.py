@@ -56,7 +56,7 @@ name = load_config(None, ["aggregator=most_confident"]).aggregator
         """
 import torch
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.next_token import Decoding
 chosen = aggregate(torch.tensor([[0.6, 0.4], [0.1, 0.9]]).log(), Decoding(aggregator=name).aggregator)
 torch.testing.assert_close(chosen.exp(), torch.tensor([0.1, 0.9]))
 """,

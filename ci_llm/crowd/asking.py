@@ -25,9 +25,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ci_llm.crowd import generation
 from ci_llm.crowd.aggregators import find_vote
-from ci_llm.crowd.answers import TokenUncertainty, Uncertainty, agreement, calibrated, of_text, signals
-from ci_llm.crowd.decoding import Decoding, Generated, TokenIds, ends_of_base, free_positions
 from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.next_token import Decoding, Generated, TokenIds, ends_of_base, free_positions
+from ci_llm.crowd.uncertainty import TokenUncertainty, Uncertainty, agreement, calibrated, of_text, signals
 from ci_llm.data.batches import Batch, Packable, in_order
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompt, Prompter
@@ -48,8 +48,9 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class Choices(TypedDict, total=False):
-    """The options of `Crowd.generate` that say how tokens are chosen and which answers are given."""
+    """The options of `Crowd.generate` that say how tokens are chosen, where an answer ends, and which are given."""
 
+    stop_strings: str | Sequence[str] | None
     max_new_tokens: int
     aggregator: str
     do_sample: bool
@@ -70,15 +71,15 @@ class Answer(Uncertainty):
         prompt: the prompt as it was given.
         answer: the crowd's answer.
         agents: each agent's own answer to the same prompt, generated greedily; empty if these were not asked for.
-        agreement: the share of agents whose own answer is the crowd's, see `ci_llm.crowd.answers.agreement`; None if
-            there are no own answers.
+        agreement: the share of agents whose own answer is the crowd's, see `ci_llm.crowd.uncertainty.agreement`; None
+            if there are no own answers.
         probability_right: the calibrated probability that the answer is right; None without a calibration, and with
             another aggregator than the calibration's.
         abstained: True if `probability_right` is below `abstain_below`, so that the answer should not be given.
-        agents_asked: how many agents wrote the answer: K, or 0 for a base alone.
+        agents_asked: the number of agents that wrote the answer: K, or 0 for a base alone.
         complete: True if the crowd or a stop string ended the answer; False if `max_new_tokens` or the base's
             positions cut it.
-        tokens: how sure the crowd was of each token.
+        tokens: the uncertainty of the crowd about each token.
     """
 
     prompt: Prompt
@@ -114,7 +115,7 @@ def ends_of_answers(crowd: CrowdModel, stop_strings: Sequence[str] = ()) -> froz
     return prompter.ends | ends_of_base(crowd.model) | prompter.ends_among(stop_strings)
 
 
-def options_of(crowd: CrowdModel, stop_strings: Sequence[str] = (), **choices: Unpack[Choices]) -> Decoding:
+def options_of(crowd: CrowdModel, **choices: Unpack[Choices]) -> Decoding:
     """The options of a generation, from the arguments of `Crowd.generate`; without a `seed`, one is drawn.
 
     Raises:
@@ -122,11 +123,15 @@ def options_of(crowd: CrowdModel, stop_strings: Sequence[str] = (), **choices: U
         BadInput: a value is out of range, or it needs a calibration that the crowd does not have.
     """
     require_writers(crowd)
+    stops = choices.pop("stop_strings", None) or ()
+    stops = (stops,) if isinstance(stops, str) else tuple(stops)
+    if "" in stops:  # every text would end before it begins
+        raise BadInput("a stop string is empty", where="stop_strings", hint="leave it out")
     given: dict[str, Any] = {"seed": torch.Generator().seed()}
     given |= {name: value for name, value in choices.items() if value is not None}
     if given.get("temperature") == 0:  # the limit of drawing is the most probable token
         given = {name: value for name, value in given.items() if name not in (*_DRAWING, "do_sample")}
-    options = Decoding(ends=ends_of_answers(crowd, stop_strings), stop_strings=tuple(stop_strings), **given)
+    options = Decoding(ends=ends_of_answers(crowd, stops), stop_strings=stops, **given)
     ignored = [name for name in _DRAWING if given.get(name, 1) != 1]
     if ignored and not options.do_sample:
         logger.warning(f"{', '.join(ignored)} without effect: tokens are drawn only with do_sample=True")
@@ -150,12 +155,12 @@ def require_writers(crowd: CrowdModel) -> None:
 
 
 def texts(crowd: CrowdModel, prompts: Sequence[Prompt], options: Decoding, batch_size: int = 16) -> list[str]:
-    """Only the text of the crowd's answer to each prompt, "" where it abstains; see `answers`."""
+    """The text alone of the crowd's answer to each prompt, "" where it abstains; see `answers`."""
     if options.abstain_below is not None:
         found = answers(crowd, prompts, options, batch_size, include_agents=False)
         return ["" if answer.abstained else answer.answer for answer in found]
     asking = _Asking(crowd, prompts, options, batch_size)
-    return asking.texts(found.text for found in asking.generated(asking.places))
+    return asking.texts(found.text for found in asking.generated())
 
 
 def answers(
@@ -188,26 +193,14 @@ def stream(crowd: CrowdModel, prompt: Prompt, options: Decoding) -> Stream[Answe
                 emit(answer.answer)
             return answer
         text = TextSoFar(asking.prompter.tokenizer, options.stop_strings, emit)
-        (found,) = asking.generated(asking.places, uncertainty=True, is_over=text.update)
+        (found,) = asking.generated(uncertainty=True, is_over=text.update)
         text.finish(found.text)
-        return asking.answer(0, found)
+        return asking.answer(prompt, found)
 
     kind = crowd.device.type
     # Autocast is a state of the thread, so the caller's is passed on.
     autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
     return Stream(autocast(produce))
-
-
-def stop_strings_of(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """One stop string, several or None, as a tuple.
-
-    Raises:
-        BadInput: one is empty: every text would end before it begins.
-    """
-    strings = (given,) if isinstance(given, str) else tuple(given or ())
-    if "" in strings:
-        raise BadInput("a stop string is empty", where="stop_strings", hint="leave it out")
-    return strings
 
 
 def cut(text: str, stop_strings: Sequence[str]) -> str:
@@ -357,11 +350,10 @@ class _Asking:
     """Prompts for a crowd. All of them are checked before anything is generated.
 
     Args:
-        at_a_time: how many prompts are answered at the same time.
+        at_a_time: the number of prompts answered at the same time.
 
     Attributes:
         ids: the token ids of each prompt.
-        places: the indices of all prompts.
         stop: called before every token; True ends all texts there.
     """
 
@@ -370,27 +362,26 @@ class _Asking:
             raise BadInput("batch_size must be at least 1", where="generation settings", hint="change the value named")
         self.crowd, self.prompts, self.options, self.at_a_time = crowd, prompts, options, at_a_time
         self.prompter = prompter_of(crowd)
-        self.ids, self.places = [self.prompter.ids(prompt) for prompt in prompts], range(len(prompts))
+        self.ids = [self.prompter.ids(prompt) for prompt in prompts]
         if self.ids:
             free_positions(crowd.model, self.ids)
         self.stop: Callable[[], bool] = lambda: False
 
-    def generated(self, places: Iterable[int], **wanted: Any) -> Iterator[Generated]:
-        """Generate after the prompts at these places; `wanted` are attributes of `generation.Wanted`."""
+    def generated(self, **wanted: Any) -> Iterator[Generated]:
+        """Generate after each prompt, in order; `wanted` are attributes of `generation.Wanted`."""
         how = generation.Wanted(
             self.options,
             stop=self.stop,
             is_over=self._has_stopped if self.options.stop_strings else None,
             answers_of=lambda texts: generation.final_answers(self.texts(texts)),
         )
-        asked = ((place, self.ids[place]) for place in places)
-        return generation.generate_each(self.crowd, asked, replace(how, **wanted), self.at_a_time)
+        return generation.generate_each(self.crowd, enumerate(self.ids), replace(how, **wanted), self.at_a_time)
 
     def answers(self, *, include_agents: bool) -> Iterator[Answer]:
         """Yield an answer for each prompt, in order: of all agents together, token by token or by a vote."""
         wanted = include_agents and bool(self.crowd.names)  # a base alone has no agents to include
-        found = self.generated(self.places, include_agents=wanted, uncertainty=True)
-        return (self.answer(*each) for each in zip(self.places, found, strict=True))
+        found = self.generated(include_agents=wanted, uncertainty=True)
+        return (self.answer(*each) for each in zip(self.prompts, found, strict=True))
 
     def _has_stopped(self, ids: TokenIds) -> bool:
         return TextSoFar(self.prompter.tokenizer, self.options.stop_strings).update(ids)
@@ -399,14 +390,14 @@ class _Asking:
         """The texts of token ids, each cut before the first stop string in it."""
         return [cut(self.prompter.text(ids), self.options.stop_strings) for ids in all_ids]
 
-    def answer(self, place: int, found: Generated) -> Answer:
-        """The answer to the prompt at this place."""
+    def answer(self, prompt: Prompt, found: Generated) -> Answer:
+        """The answer to a prompt, with how sure the crowd is of it."""
         ids, tokens, options = found.text, found.tokens, self.options
         text, *agents = self.texts([ids, *found.agents])
         right = calibrated(self.crowd.calibration, options.aggregator)
         probability = None if right is None else right(signals(tokens))
         return Answer(
-            prompt=self.prompts[place],
+            prompt=prompt,
             answer=text,
             agents=tuple(agents),
             agreement=agreement(text, agents) if agents else None,

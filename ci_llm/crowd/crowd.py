@@ -13,7 +13,7 @@ from ci_llm.agents.as_peft import adapter_config, peft_model
 from ci_llm.base.load import fingerprint_of
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.crowd import asking, generation, route, scoring
-from ci_llm.crowd.asking import Answer, Choices, Stream, TokenBatch, options_of, stop_strings_of
+from ci_llm.crowd.asking import Answer, Choices, Stream, TokenBatch, options_of
 from ci_llm.crowd.judging import TextScore, score_texts
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.pretrained import Pretrained, class_names, default_names, open_pretrained, write_crowd
@@ -40,7 +40,7 @@ class Crowd(CrowdModel):
 
     Attributes:
         prompter: formats prompts for `generate`; None until it is set.
-        calibration: what validation rows say about the answers; None until `ci-llm evaluate --calibrate`.
+        calibration: the lessons of validation rows about the answers; None until `ci-llm evaluate --calibrate`.
         learned: the numbers for aggregators with learned weights, from the calibration.
         common_start: True if all agents began with the same weights, so that the mean of their weights is an agent.
         names: the agents' folders in a checkpoint, agent0, agent1, ...; a run that stops agents leaves gaps. Empty
@@ -221,8 +221,8 @@ class Crowd(CrowdModel):
         """The Jensen-Shannon divergence of the agents' distributions on given answers.
 
         Args:
-            prompts: as for `log_probs`.
-            answers: as for `log_probs`. For answers that the crowd writes itself, take `generate(..., details=True)`.
+            prompts: the same as for `log_probs`.
+            answers: the same as for `log_probs`. For the crowd's own answers, take `generate(..., details=True)`.
             batch_size: rows at a time.
 
         Returns:
@@ -243,7 +243,6 @@ class Crowd(CrowdModel):
         prompts: Prompt | Sequence[Prompt],
         *,
         details: Literal[False] = ...,
-        stop_strings: str | Sequence[str] | None = ...,
         batch_size: int = ...,
         **choices: Unpack[Choices],
     ) -> list[str]: ...
@@ -253,7 +252,6 @@ class Crowd(CrowdModel):
         prompts: Prompt | Sequence[Prompt],
         *,
         details: Literal[True],
-        stop_strings: str | Sequence[str] | None = ...,
         batch_size: int = ...,
         **choices: Unpack[Choices],
     ) -> list[Answer]: ...
@@ -262,7 +260,6 @@ class Crowd(CrowdModel):
         prompts: Prompt | Sequence[Prompt] | TokenBatch,
         *,
         details: bool = False,
-        stop_strings: str | Sequence[str] | None = (),
         batch_size: int = 16,
         **choices: Unpack[Choices],
     ) -> list[str] | list[Answer] | Tensor:
@@ -272,12 +269,11 @@ class Crowd(CrowdModel):
             prompts: a string or a chat (messages with "role" and "content"), or a list of them, worded as in training;
                 or a batch of tensors: `input_ids` [N, L], with `attention_mask` [N, L] where rows are padded.
             details: also say how sure the crowd is, and let each agent answer alone.
-            stop_strings: an answer ends before the first of these strings.
             batch_size: prompts answered at a time; the memory for keys and values grows with it.
-            **choices: how tokens are chosen, by the names and defaults of `ci_llm.crowd.decoding.Decoding`:
-                `max_new_tokens` (256), `aggregator` ("probability"), `do_sample` (False), `temperature`, `top_p`,
-                `top_k`, `seed` and `abstain_below`. With `temperature=0` the most probable token is taken, and without
-                a seed each call takes another one.
+            **choices: options, with the defaults of `ci_llm.crowd.next_token.Decoding`: `max_new_tokens` (256),
+                `aggregator` ("probability"), `do_sample` (False), `temperature`, `top_p`, `top_k`, `seed`,
+                `stop_strings` (one or several) and `abstain_below`. With `temperature=0` the most probable token is
+                taken, and without a seed each call takes another one.
 
         Returns:
             one answer per prompt, in order: a string, or with `details` a `ci_llm.crowd.asking.Answer`. For a batch of
@@ -287,24 +283,21 @@ class Crowd(CrowdModel):
             ModelError: this crowd has no `prompter`; `from_pretrained` gives it one.
             BadInput: a value is out of range, or a prompt cannot be used.
         """
-        options = options_of(self, stop_strings_of(stop_strings), **choices)
+        options = options_of(self, **choices)
         if asking.is_tokens(prompts):
             return asking.continued(self, prompts, options, batch_size, details=details)  # type: ignore[arg-type]
         how = (self, prompts_of(prompts), options, batch_size)  # type: ignore[arg-type]
         return list(asking.answers(*how)) if details else asking.texts(*how)
 
-    def stream(
-        self, prompt: Prompt, *, stop_strings: str | Sequence[str] | None = (), **choices: Unpack[Choices]
-    ) -> Stream[Answer]:
+    def stream(self, prompt: Prompt, **choices: Unpack[Choices]) -> Stream[Answer]:
         """Answer one prompt piece by piece: `for piece in crowd.stream(prompt): print(piece, end="", flush=True)`.
 
         The pieces together are the answer that `generate` gives. They come from a thread, which ends with the loop,
         with a `with` block around it, or by `close()`; until then the crowd cannot be used for anything else.
 
         Args:
-            prompt: as for `generate`.
-            stop_strings: as for `generate`.
-            **choices: the other arguments of `generate`.
+            prompt: one prompt, as for `generate`.
+            **choices: the options of `generate`.
 
         Returns:
             an iterator over strings; its `result` is the `ci_llm.crowd.asking.Answer`, without the agents' own.
@@ -312,6 +305,6 @@ class Crowd(CrowdModel):
         Raises:
             ModelError, BadInput: as `generate`.
         """
-        return asking.stream(self, prompt, options_of(self, stop_strings_of(stop_strings), **choices))
+        return asking.stream(self, prompt, options_of(self, **choices))
 
     generate_ids = generation.generate_ids

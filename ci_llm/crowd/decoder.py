@@ -36,9 +36,9 @@ from torch import Tensor
 
 from ci_llm.base.targets import text_model
 from ci_llm.crowd.aggregators import find_vote
-from ci_llm.crowd.decoding import CROWD, Decoding, Request, Who, choose, free_positions, num_positions
 from ci_llm.crowd.kv_cache import BLOCK, COLUMNS, Columns, Piece, Pieces
 from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.next_token import CROWD, Decoding, Request, Who, choose, free_positions, num_positions
 from ci_llm.errors import BadInput
 from ci_llm.lora.kernels import onednn_is_faster
 from ci_llm.lora.packed import Packed

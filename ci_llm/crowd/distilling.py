@@ -28,9 +28,9 @@ from ci_llm.crowd.adapter_files import Adapter
 from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.asking import ends_of_answers
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.decoding import Decoding, TokenIds, num_positions
 from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.merging import Distillation
+from ci_llm.crowd.next_token import Decoding, TokenIds, num_positions
 from ci_llm.crowd.pretrained import Pretrained
 from ci_llm.data.batches import Batch, Packable, pack, padded
 from ci_llm.data.encoder import Example

@@ -15,8 +15,8 @@ from functools import partial
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoder import Decoder, decodes
-from ci_llm.crowd.decoding import Decoding, Request, TokenIds, ends_of_base
 from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.next_token import Decoding, Request, TokenIds, ends_of_base
 from ci_llm.errors import OutOfMemory
 from ci_llm.lora.passes import unusable_base
 from ci_llm.objectives.grpo import Grpo

@@ -22,7 +22,6 @@ from ci_llm.config import Config
 from ci_llm.core.durable import new_folder, write_new
 from ci_llm.core.measures import measures_of
 from ci_llm.crowd.adapter_files import Adapter, require_convertible, settings_of, write_gguf_adapter
-from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.card import ADAPTER, MODELFILE, CardFacts, Kind, adapter_card, crowd_card, public_name
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.distilling import CONTROL, distil
@@ -36,6 +35,7 @@ from ci_llm.crowd.pretrained import (
     write_crowd,
 )
 from ci_llm.crowd.scoring import score
+from ci_llm.crowd.uncertainty import Calibration
 from ci_llm.data.batches import in_order, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import tokenizer_files
@@ -58,11 +58,11 @@ class Comparison:
     """Scores by name: the agents, the crowd, and a merge if there is one.
 
     Attributes:
-        rows: how many rows were scored.
+        rows: the number of rows that were scored.
         trained_on: how many of them were trained on: none, some or all.
         scores: (exact match, NLL): the share of rows whose whole solution greedy decoding reproduces, for heads of
             right classes or pairs; and nats per target token, for heads the loss of a row.
-        objective: what the agents were trained for; see `measured_as`.
+        objective: the objective of their training; see `measured_as`.
     """
 
     rows: int

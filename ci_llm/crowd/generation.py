@@ -30,9 +30,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from ci_llm.crowd.aggregators import aggregate, find_vote, is_mean
-from ci_llm.crowd.answers import TokenUncertainty, of_text, token_uncertainty, tokens_of
 from ci_llm.crowd.decoder import Decoder, decodes
-from ci_llm.crowd.decoding import (
+from ci_llm.crowd.metrics import AnswerStyle, final_answer
+from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.next_token import (
     Chosen,
     Decoding,
     Generated,
@@ -44,8 +45,7 @@ from ci_llm.crowd.decoding import (
     vote_key,
     without_nan,
 )
-from ci_llm.crowd.metrics import AnswerStyle, final_answer
-from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.uncertainty import TokenUncertainty, of_text, token_uncertainty, tokens_of
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompter
@@ -62,7 +62,7 @@ class Wanted:
     """The texts that are wanted after each prompt.
 
     Attributes:
-        decoding: how tokens are chosen.
+        decoding: the options of the crowd's text.
         include_agents: also continue every prompt by each agent alone, greedily.
         uncertainty: also compute how sure the crowd and the agents were of each token, from the same distributions.
         agent: ask this agent alone, as a crowd of one.
@@ -116,7 +116,7 @@ def generate_each(
 
     Args:
         asked: prompts with their numbers, taken when there is place for them.
-        at_a_time: how many prompts are continued at the same time; a finished one makes place for the next.
+        at_a_time: the number of prompts continued at the same time; a finished one makes place for the next.
 
     Yields:
         the texts of one prompt, in order.
@@ -268,7 +268,7 @@ def targets_of(crowd: CrowdModel, batches: Iterable[Batch]) -> Iterator[tuple[Te
     """Yield the agents' log-probabilities [K, S', V] and the targets [S'], in parts that fit into memory.
 
     Args:
-        crowd: in evaluation mode.
+        crowd: a crowd in evaluation mode.
     """
     for batch in (batch.to(crowd.device) for batch in batches):
         states = crowd.states(batch)[:, batch.predict_from]

@@ -26,8 +26,8 @@ from torch import Tensor
 from ci_llm.core.evaluation_file import Difference, Figure, Intervals, Judgement
 from ci_llm.core.measures import LEAST_ROWS, METRICS
 from ci_llm.crowd.asking import answered_rows, batches_of, prompter_of
-from ci_llm.crowd.decoding import num_positions
 from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.next_token import num_positions
 from ci_llm.crowd.objective import Preferences
 from ci_llm.data.batches import Batch
 from ci_llm.data.encoder import Example
@@ -352,7 +352,7 @@ def score_texts(
     abstain_below: float | None = None,
     batch_size: int = 16,
 ) -> list[TextScore]:
-    """See `Crowd.score`."""
+    """The scores of texts by the heads; see `Crowd.score`."""
     if abstain_below is not None and crowd.settings.outputs == 1:
         what = "abstain_below is a probability of a class, and these heads give one number"
         raise BadInput(what, where="Crowd.score", hint="leave it out; `lower` says how sure the agents are")

@@ -102,7 +102,7 @@ class Distillation:
     Attributes:
         prompts: a file of prompts without answers; None takes prompts of the embedded generator for a run on its
             stories, and no prompts for any other run.
-        generated: how many prompts the embedded generator makes.
+        generated: the number of prompts that the embedded generator makes.
         steps: optimizer steps, each on the run's `batch_size` rows.
         learning_rate: the peak of the learning rate; None takes a quarter of the run's.
     """

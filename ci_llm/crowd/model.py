@@ -22,7 +22,7 @@ from ci_llm.agents.storage import AgentStorage, attach
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.base.targets import layer_list, layer_numbers
 from ci_llm.crowd.aggregators import Learned
-from ci_llm.crowd.answers import Calibration
+from ci_llm.crowd.uncertainty import Calibration
 from ci_llm.data.batches import Batch, MicroBatch, Owned
 from ci_llm.data.prompts import Prompter
 from ci_llm.errors import ModelError

@@ -343,7 +343,7 @@ class Tempered:
     """The arithmetic of a chunk at a temperature (`OfChunk` in `ci_llm/lora/passes.py`), which keeps the entropies.
 
     Attributes:
-        entropies: of each chunk [S] the entropy of the distribution of each token, in nats, without a gradient.
+        entropies: for each chunk the entropies [S] of its tokens' distributions, in nats, without a gradient.
     """
 
     temperature: float = 1.0
@@ -363,9 +363,9 @@ class GrpoObjective(_OfUnits):
     """The objective of a run whose agents draw what they learn from.
 
     Args:
-        objective: with the settings of all agents.
+        objective: GRPO with the settings of all agents.
         rewards: the functions that judge completions.
-        num_processes: of the run.
+        num_processes: the number of processes of the run.
         of_step: [K, M, 2] what this process adds to the sums of a step beside its passes; None outside of one.
         failed: agents that could not draw, because their numbers are not finite.
     """

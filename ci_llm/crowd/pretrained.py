@@ -33,8 +33,8 @@ from ci_llm.config import Config, parse_config
 from ci_llm.core.durable import read_json
 from ci_llm.core.remote import fetch, is_url, may_be_repository
 from ci_llm.crowd.aggregators import Learned
-from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.given_path import META, SAVED, require_checkpoint
+from ci_llm.crowd.uncertainty import Calibration
 from ci_llm.data.prompts import Prompter
 from ci_llm.errors import ForeignCheckpoint, ModelError
 from ci_llm.lora.settings import LoraSettings

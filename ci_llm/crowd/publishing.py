@@ -53,7 +53,7 @@ class Publication:
         repository: `user/name`.
         url: the address for people.
         private: True if others cannot see it.
-        files: how many files were published.
+        files: the number of files that were published.
         sent: their names.
         shortened: those of them that were sent without paths and addresses.
     """
@@ -155,7 +155,7 @@ def _public_json(data: bytes) -> bytes:
 
 
 def _public_yaml(data: bytes) -> bytes:
-    """As `_public_json`, of a configuration that `Config.dump` wrote: a key and its value in JSON on each line."""
+    """The same for a configuration that `Config.dump` wrote: a key and its value in JSON on each line."""
     lines = data.decode().splitlines(keepends=True)
     for at, (key, colon, value) in enumerate(line.partition(": ") for line in lines):
         if key in NAMES | PLACES | {"agents"}:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ci_llm.config import Config
-from ci_llm.crowd.decoding import Decoding, Request, TokenIds, ends_of_base, generate_key
 from ci_llm.crowd.drawing import as_drawn, write
 from ci_llm.crowd.generation import Wanted, elect, final_answers, requests_of
 from ci_llm.crowd.judging import Judged
 from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.next_token import Decoding, Request, TokenIds, ends_of_base, generate_key
 from ci_llm.crowd.scoring import Scores
 from ci_llm.data.rows import Chat, Prompted
 from ci_llm.data.tokens import TokenizedRows

@@ -24,13 +24,13 @@ from torch import Tensor
 from ci_llm.core.evaluation_file import Asked, BaseScores, BestAgent, Difference, Figure, TeacherForced
 from ci_llm.core.measures import JudgedBy, paired_interval
 from ci_llm.crowd.aggregators import aggregate, find_vote, majority
-from ci_llm.crowd.answers import Uncertainty, decompose, of_text, signals
 from ci_llm.crowd.asking import TokenBatch, answered_rows, batches_of, is_tokens, require_writers, token_rows
-from ci_llm.crowd.decoding import Decoding, ends_of_base, num_positions
 from ci_llm.crowd.generation import Wanted, generate_each, targets_of
 from ci_llm.crowd.judging import Judged, judge
 from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.next_token import Decoding, ends_of_base, num_positions
+from ci_llm.crowd.uncertainty import Uncertainty, decompose, of_text, signals
 from ci_llm.data.batches import Batch, Packable
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompt, Prompter, last_answer, prompts_of
@@ -124,7 +124,7 @@ class Scores:
 
 
 def own_rows(counts: Sequence[int], of_agent: Sequence[int]) -> tuple[slice, ...]:
-    """For each agent the rows of its set, where sets with these numbers of rows follow one another."""
+    """The rows of each agent's set, where sets with these numbers of rows follow one another."""
     ends = [*accumulate(counts)]
     return tuple(slice(ends[number] - counts[number], ends[number]) for number in of_agent)
 
@@ -262,7 +262,7 @@ def judged_by(rows: Examples, prompter: Prompter, heads: int = 0) -> JudgedBy:
     their right answers have more than `MOST_WORDS` words in the median. 64 evenly spread rows are examined.
 
     Args:
-        heads: how many numbers each agent's head computes; 0 for agents without heads.
+        heads: the number of outputs of each agent's head; 0 for agents without heads.
     """
     looked = [rows[number] for number in _spread(range(len(rows)), 64)]
     if isinstance(looked[0], Unit) and looked[0].is_prompt:
@@ -287,8 +287,8 @@ class Questions:
         references: the right answers, as the rows have them.
         read: finds the normalised answer in a text.
         ends: the token ids that end an answer in these rows, or by the settings of the base.
-        left_out: how many rows have no question, or no place for an answer.
-        too_long: how many of these have a question.
+        left_out: the number of rows that have no question, or no place for an answer.
+        too_long: the number of these that have a question.
         metric: the metric that `read` comes from, one of `ci_llm.crowd.metrics`.
         longest: the number of tokens of the longest reference.
     """
@@ -384,7 +384,7 @@ class AnswerScores:
         example: the first question; None without questions.
         own: per agent the questions that score it, if agents are evaluated on rows of their own; empty if all questions
             score all agents.
-        asked: what was asked; None before that is known of all sets.
+        asked: the identity of the questions; None before that of all sets is known.
     """
 
     right: Tensor
@@ -399,7 +399,7 @@ class AnswerScores:
         """The scores of answers, in their order; None if `stop`, called after every question, returned True.
 
         Args:
-            questions: what was answered.
+            questions: the questions that were answered.
             lines: K+2, which is also known where no question was answered.
         """
         right, example = list[list[bool]](), None
@@ -444,7 +444,7 @@ class Answers:
         crowd: the text of the crowd.
         right: [K+2] True for each that is right: K agents, the crowd, the vote.
         uncertainty: how sure the crowd was; None if it was not asked for.
-        signals: the signals of the K agents' answers and of the crowd's, see `ci_llm.crowd.answers`; empty if
+        signals: the signals of the K agents' answers and of the crowd's, see `ci_llm.crowd.uncertainty`; empty if
             `uncertainty` was not asked for.
     """
 
@@ -541,14 +541,14 @@ Given = Prompt | Sequence[Prompt] | TokenBatch
 
 
 def log_probs(crowd: CrowdModel, asked: Given, answers: str | Sequence[str] | None, batch_size: int) -> Tensor:
-    """See `Crowd.log_probs`."""
+    """The log-probabilities of given answers; see `Crowd.log_probs`."""
     scores = score(crowd, batches_of(_given_rows(crowd, asked, answers), batch_size), "probability")
     assert scores is not None, "nobody asks to stop"
     return -scores.nll
 
 
 def disagreement(crowd: CrowdModel, asked: Given, answers: str | Sequence[str] | None, batch_size: int) -> Tensor:
-    """See `Crowd.disagreement`."""
+    """The disagreement of the agents on given answers; see `Crowd.disagreement`."""
     rows, found = _given_rows(crowd, asked, answers), []
     with crowd.evaluating(), torch.no_grad():
         for batch in batches_of(rows, batch_size):

@@ -18,8 +18,8 @@ def state_of(crowd: Crowd, fingerprint: str, **facts: Any) -> dict[str, Any]:
     """Every agent in PEFT's layout, and the description of the crowd under META.
 
     Args:
-        fingerprint: that of the base, see `fingerprint_of`.
-        facts: what else the description says.
+        fingerprint: the fingerprint of the base, see `fingerprint_of`.
+        facts: further facts for the description.
     """
     return {**crowd.adapter_files(), META: crowd.meta(fingerprint) | facts}
 

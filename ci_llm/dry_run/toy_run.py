@@ -16,8 +16,8 @@ from ci_llm.core.determinism import generator_for
 from ci_llm.core.metrics_file import number, read_records
 from ci_llm.core.quantities import count, duration, short, size
 from ci_llm.crowd.aggregators import aggregate, find_vote
-from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.generation import continuation
+from ci_llm.crowd.next_token import Decoding
 from ci_llm.crowd.objective import GrpoObjective, NextToken
 from ci_llm.data.batches import Batch, Owned, pack
 from ci_llm.data.encoder import use_chat_template

@@ -20,9 +20,9 @@ from ci_llm.config.schema import with_trait
 from ci_llm.core.measures import JudgedBy
 from ci_llm.core.run_folder import PREDICTIONS
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.decoding import num_positions
 from ci_llm.crowd.given_path import META_FILE
 from ci_llm.crowd.importing import find_reference
+from ci_llm.crowd.next_token import num_positions
 from ci_llm.crowd.pretrained import Pretrained, calibration_path, given_names, open_base, open_pretrained
 from ci_llm.crowd.scoring import Questions, judged_by
 from ci_llm.data.prompts import Prompter

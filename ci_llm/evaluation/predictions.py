@@ -23,8 +23,8 @@ from numpy.typing import ArrayLike
 
 from ci_llm.core.durable import append, cut, locked, make_folders, read_json, write_bytes, write_json
 from ci_llm.core.evaluation_file import Abstention, Sureness
-from ci_llm.crowd.answers import Calibration, calibrated
 from ci_llm.crowd.judging import auroc, calibration_error
+from ci_llm.crowd.uncertainty import Calibration, calibrated
 from ci_llm.errors import BadInput
 
 Row = dict[str, Any]

@@ -27,7 +27,6 @@ from ci_llm.core.evaluation_file import NOBODY, Asked, Evaluation, Figure
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd import scoring
 from ci_llm.crowd.aggregators import Learned
-from ci_llm.crowd.answers import Calibration, fit, learn
 from ci_llm.crowd.card import public_name
 from ci_llm.crowd.generation import targets_of
 from ci_llm.crowd.given_path import is_base, require_checkpoint
@@ -36,6 +35,7 @@ from ci_llm.crowd.metrics import Reader
 from ci_llm.crowd.objective import Preferences
 from ci_llm.crowd.pretrained import default_names, located
 from ci_llm.crowd.rewarding import RewardScorer
+from ci_llm.crowd.uncertainty import Calibration, fit, learn
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.order import share
 from ci_llm.data.rows import Chat
@@ -64,7 +64,7 @@ T = TypeVar("T")
 Phase = Literal["loading", "learning weights", "learning the temperature", "scoring", "scoring the base", "answering"]
 Progress = Callable[[Phase, int, int], None]
 
-#: The passes of `ci_llm.crowd.answers.learn` over the rows.
+#: The passes of `ci_llm.crowd.uncertainty.learn` over the rows.
 _PASSES: Final[tuple[Phase, ...]] = ("learning weights", "learning the temperature")
 
 

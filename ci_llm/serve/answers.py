@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final
 
-from ci_llm.crowd.answers import agreement
+from ci_llm.crowd.uncertainty import agreement
 from ci_llm.serve.engine import Ended, Job, Piece, TokenLine
 from ci_llm.serve.request import ApiProblem, Call, Served
 

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from ci_llm.crowd.asking import ends_of_answers, prompter_of, require_writers
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoder import decodes
-from ci_llm.crowd.decoding import num_positions
+from ci_llm.crowd.next_token import num_positions
 from ci_llm.errors import BadInput, ModelError
 from ci_llm.serve import LOCAL, Options
 from ci_llm.serve.answers import Answer

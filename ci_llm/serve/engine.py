@@ -23,10 +23,10 @@ import torch
 
 from ci_llm.crowd import asking, generation
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.answers import Logistic, TokenUncertainty, calibrated, of_text, signals
 from ci_llm.crowd.decoder import Decoder
-from ci_llm.crowd.decoding import Request, generate_key
 from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.next_token import Request, generate_key
+from ci_llm.crowd.uncertainty import Logistic, TokenUncertainty, calibrated, of_text, signals
 from ci_llm.data.batches import pack
 from ci_llm.data.prompts import Prompter
 from ci_llm.serve.metrics import Metrics

@@ -21,8 +21,8 @@ from pydantic_core import from_json
 from starlette.responses import JSONResponse
 
 from ci_llm.crowd.aggregators import AGGREGATORS, find_vote
-from ci_llm.crowd.answers import Calibration
-from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.next_token import Decoding
+from ci_llm.crowd.uncertainty import Calibration
 from ci_llm.data.prompts import Prompter
 from ci_llm.errors import CiLlmError
 from ci_llm.lora.reading import NOBODY

@@ -61,5 +61,6 @@ def test_every_verb_after_a_run_computes_on_the_gpu(simulated: Simulated) -> Non
         assert ran.launches(f"{number}: start").total() > 100
     for number in (3, 4):
         waits = Counter(ran.waits(f"{number}: start"))
-        assert waits["crowd/decoding.py:choose"] == 40 + 3  # one for each token, those of the decoder's trial included
+        # One for each token, those of the decoder's trial included.
+        assert waits["crowd/next_token.py:choose"] == 40 + 3
         assert not [place for place in waits if place.startswith(("crowd/decoder.py:_st", "crowd/decoder.py:_on_dev"))]

@@ -26,7 +26,7 @@ from transformers import (
 
 from ci_llm.base.load import auto_class, load_base
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.next_token import Decoding
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.lora.settings import LoraSettings
 from tests.support.campaign import drawn

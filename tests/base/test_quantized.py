@@ -160,7 +160,7 @@ def test_a_checkpoint_that_is_quantised_already_is_recognised(folder: Path, kind
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_quantised_crowd_generates_the_texts_of_the_dequantised_one(folder: Path, kind: str) -> None:
     crowd = crowd_on(folder, kind)
-    from ci_llm.crowd.decoding import Decoding
+    from ci_llm.crowd.next_token import Decoding
 
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
     decoding = Decoding(max_new_tokens=8)

@@ -18,7 +18,7 @@ from ci_llm.base.load import Base, fingerprint_of, load_base
 from ci_llm.base.quantized import QuantizedLinear
 from ci_llm.base.sharded import ShardedLayers, is_sharded, stored_here
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.decoding import Decoding
+from ci_llm.crowd.next_token import Decoding
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import ModelError
 from ci_llm.lora import products as lora

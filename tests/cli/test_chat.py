@@ -20,7 +20,7 @@ from ci_llm import Crowd, Prompter
 from ci_llm.cli import main
 from ci_llm.cli.chat import Conversation
 from ci_llm.crowd.aggregators import Learned
-from ci_llm.crowd.answers import Calibration, Logistic
+from ci_llm.crowd.uncertainty import Calibration, Logistic
 from ci_llm.data.encoder import use_chat_template
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput, ConfigError

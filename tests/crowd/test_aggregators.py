@@ -11,9 +11,9 @@ import torch
 from ci_llm import Crowd
 from ci_llm.crowd.aggregators import AGGREGATORS, Learned, aggregate, find_vote, is_mean
 from ci_llm.crowd.asking import Answer, prompter_of
-from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.generation import read_texts
 from ci_llm.crowd.metrics import final_answer
+from ci_llm.crowd.next_token import Decoding
 from ci_llm.embedded import rows
 from tests.support.crowds import K, disturbed_crowd
 

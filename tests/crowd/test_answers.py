@@ -13,8 +13,8 @@ import torch
 from ci_llm.core.evaluation_file import Difference
 from ci_llm.crowd.aggregators import majority
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.decoding import Decoding
 from ci_llm.crowd.metrics import AnswerStyle, final_answer
+from ci_llm.crowd.next_token import Decoding
 from ci_llm.crowd.scoring import AnswerScores, Questions, answer_questions, paired_gain
 from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.prompts import Prompter

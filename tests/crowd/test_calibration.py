@@ -16,7 +16,12 @@ from ci_llm import Crowd
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.core.durable import write_json
 from ci_llm.crowd.aggregators import Learned
-from ci_llm.crowd.answers import (
+from ci_llm.crowd.asking import Answer, prompter_of
+from ci_llm.crowd.exporting import prepare
+from ci_llm.crowd.generation import targets_of
+from ci_llm.crowd.pretrained import weights_fingerprint
+from ci_llm.crowd.scoring import score
+from ci_llm.crowd.uncertainty import (
     TEMPERATURES,
     Calibration,
     Logistic,
@@ -26,11 +31,6 @@ from ci_llm.crowd.answers import (
     learn_temperature,
     signals,
 )
-from ci_llm.crowd.asking import Answer, prompter_of
-from ci_llm.crowd.exporting import prepare
-from ci_llm.crowd.generation import targets_of
-from ci_llm.crowd.pretrained import weights_fingerprint
-from ci_llm.crowd.scoring import score
 from ci_llm.data.batches import Batch, pack
 from ci_llm.embedded import rows
 from tests.support.crowds import disturbed_crowd, save_crowd

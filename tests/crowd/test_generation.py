@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PegasusConfig, PegasusForCausalLM
@@ -20,8 +19,8 @@ from ci_llm.cli import main
 from ci_llm.crowd import kv_cache
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.decoder import decodes
-from ci_llm.crowd.decoding import Chosen, Decoding, Generated, Request, choose, generate_key
 from ci_llm.crowd.generation import Wanted, generate_each
+from ci_llm.crowd.next_token import Chosen, Decoding, Generated, Request, choose, generate_key
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.prompts import Prompter, last_answer
 from ci_llm.embedded import BASE_FOLDER, rows
@@ -332,20 +331,6 @@ def test_samples_do_not_depend_on_the_batch(checkpoint: Path) -> None:
     assert one_by_one == crowd.generate(QUESTIONS, max_new_tokens=16, do_sample=True, seed=3)
     free = Counter(crowd.generate(QUESTIONS[0], max_new_tokens=16, do_sample=True)[0] for _ in range(4))
     assert len(free) > 1, "without a seed every call draws other samples"
-
-
-@pytest.mark.slow
-def test_a_saved_agent_alone_equals_plain_peft(checkpoint: Path) -> None:
-    crowd = Crowd.from_pretrained(checkpoint, device="cpu")
-    assert crowd.prompter is not None
-    prompts = [crowd.prompter.ids(question) for question in QUESTIONS]
-    alone = crowd.generate_ids(prompts, Decoding(max_new_tokens=16, ends=crowd.prompter.ends), include_agents=True)
-    for k in range(2):
-        plain = AutoModelForCausalLM.from_pretrained(BASE_FOLDER, dtype=torch.float32)
-        agent = peft.PeftModel.from_pretrained(plain, checkpoint / f"agent{k}").eval()
-        for ids, found in zip(prompts, alone, strict=True):
-            text = agent.generate(input_ids=torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :]
-            assert crowd.prompter.text(text.tolist()) == crowd.prompter.text(found.agents[k])
 
 
 @pytest.mark.slow

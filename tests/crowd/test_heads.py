@@ -15,10 +15,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from ci_llm.base.load import load_base
 from ci_llm.config import Config
 from ci_llm.crowd import exporting
-from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters
 from ci_llm.crowd.objective import Preferences
+from ci_llm.crowd.uncertainty import Calibration
 from ci_llm.data.batches import pack
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Completion, Pair

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.answers import agreement, decompose, token_uncertainty
+from ci_llm.crowd.uncertainty import agreement, decompose, token_uncertainty
 
 
 def test_equal_agents_have_no_disagreement() -> None:

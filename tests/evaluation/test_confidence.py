@@ -10,8 +10,8 @@ import pytest
 
 from ci_llm.core.evaluation_file import Abstention
 from ci_llm.crowd.aggregators import Learned
-from ci_llm.crowd.answers import Calibration, Logistic
 from ci_llm.crowd.judging import auroc, calibration_error
+from ci_llm.crowd.uncertainty import Calibration, Logistic
 from ci_llm.evaluation.predictions import at_coverage, honest_error, sureness_lines, sureness_of_answers
 from ci_llm.evaluation.saved_crowd import failed_rows
 

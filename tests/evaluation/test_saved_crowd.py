@@ -15,10 +15,10 @@ from ci_llm import embedded
 from ci_llm.cli.main import main
 from ci_llm.config import Config
 from ci_llm.core.durable import read_json
-from ci_llm.crowd.answers import Calibration
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.metrics import METRICS, answer_reader
 from ci_llm.crowd.scoring import Questions, score
+from ci_llm.crowd.uncertainty import Calibration
 from ci_llm.data.batches import pack
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.rows import Completion

@@ -15,7 +15,7 @@ from torch import nn
 from ci_llm.crowd import decoder
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoder import Decoder
-from ci_llm.crowd.decoding import Decoding, Request
+from ci_llm.crowd.next_token import Decoding, Request
 from ci_llm.lora import packed
 from ci_llm.lora.packed import Packed
 from ci_llm.lora.products import product

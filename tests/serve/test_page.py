@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.crowd.decoding import Request
+from ci_llm.crowd.next_token import Request
 from ci_llm.serve import Options
 from ci_llm.serve.app import of_run
 from ci_llm.serve.engine import TextJob

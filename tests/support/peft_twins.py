@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoder import Decoder
-from ci_llm.crowd.decoding import CROWD, Decoding, Request
+from ci_llm.crowd.next_token import CROWD, Decoding, Request
 from ci_llm.data.batches import Batch
 
 

@@ -65,7 +65,7 @@ class Vote:
 
     Attributes:
         winner: the number of the answer that wins, from the answers and the log-probabilities of their texts.
-        samples: how many answers each agent draws; None for the one that it decodes greedily.
+        samples: the number of answers that each agent draws; None for the one that it decodes greedily.
         temperature: the temperature of the draws.
     """
 
@@ -142,7 +142,7 @@ def mixture(log_probs: Tensor, learned: Learned | None) -> Tensor:
     """A mixture with learned weights, at a learned temperature.
 
     The weights are the mean of a Dirichlet: uniform before a calibration, and afterwards the posterior mean given the
-    validation rows (`ci_llm.crowd.answers.learn_weights`).
+    validation rows (`ci_llm.crowd.uncertainty.learn_weights`).
     """
     if learned is None:
         return mean(log_probs)

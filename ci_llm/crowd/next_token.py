@@ -1,4 +1,4 @@
-"""The choice of tokens: the options of a generation, its requests, and the next token of many texts.
+"""The choice of the next token: the options of a generation, its requests, and the next token of many texts.
 
 `choose` depends on its arguments alone. If the choice fails for one text, it gets the error, and the others get tokens.
 
@@ -27,7 +27,7 @@ from transformers.generation import (
 from ci_llm.base.load import positions_of
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.aggregators import AGGREGATORS, Learned, aggregate, is_mean
-from ci_llm.crowd.answers import TokenUncertainty, token_uncertainty
+from ci_llm.crowd.uncertainty import TokenUncertainty, token_uncertainty
 from ci_llm.errors import BadInput, DataError, ModelError
 
 TokenIds = Sequence[int]
@@ -132,17 +132,17 @@ class Request:
         who: the writer: `CROWD`, the number of an agent, or `NOBODY` for the base alone.
         key: the key, beside the seed, of the samples: texts with the same key draw the same.
         uncertainty: compute the entropies of every token; with a large vocabulary they cost more than the choice.
-        top: how many of the most probable tokens to list with every token.
+        top: the number of most probable tokens to list with every token.
         tag: free for the caller.
 
     Attributes:
         generator: the generator of the samples; None if the most probable token is taken.
         tokens: the chosen ids, including an end.
         chosen: the same tokens with their probabilities.
-        finish: why the text has ended: "stop" at an end, "length" by `max_new_tokens` or the base's positions, or
+        finish: the reason for its end: "stop" at an end, "length" by `max_new_tokens` or the base's positions, or
             "error"; None if it has not ended.
         error: the exception of the last choice, if it failed.
-        reused: how many tokens of the prompt took over another prompt's keys and values.
+        reused: the number of tokens of the prompt that took over another prompt's keys and values.
     """
 
     prompt: TokenIds
@@ -176,7 +176,7 @@ class Request:
         """Append the chosen token, or end with an error.
 
         Args:
-            limit: how many tokens prompt and text may have together.
+            limit: the most tokens that prompt and text may have together.
         """
         if isinstance(found, Exception):
             self.finish, self.error = "error", found

@@ -198,9 +198,9 @@ class Calibration:
 
     Attributes:
         learned: the agents' weights and a temperature, by which the aggregator `dirichlet` mixes them.
-        right: from the signals of a crowd's answer to the probability that it is right.
+        right: the function from the signals of a crowd's answer to the probability that it is right.
         agent: the number of the agent that is right most often.
-        agent_right: from the signals of that agent's answer to the probability that it is right.
+        agent_right: the same function for that agent's answers.
         aggregator: the aggregator whose answers `right` is about.
         rows, data: how many validation rows there were, and the name of their data set.
         weights: the fingerprint of agents and base.
