@@ -156,7 +156,9 @@ def _parsed(line: bytes, prompts: Sequence[str], number: int, path: Path) -> Row
         row = json.loads(line)
         if number < len(prompts) and isinstance(row, dict) and row.get("prompt") == prompts[number]:
             return row
-    raise BadInput("this line does not answer the question in its place", where=f"{path}:{number + 1}", hint=_WAYS_ON)
+    raise BadInput(
+        "this line is not a prediction for the question in its place", where=f"{path}:{number + 1}", hint=_WAYS_ON
+    )
 
 
 @contextmanager
