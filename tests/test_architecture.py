@@ -298,7 +298,7 @@ CAPS = {
     "report": 1092,
     "run": 5077,
     "serve": 1405,
-    "supervisor": 1725,
+    "supervisor": 1710,
     "sweep": 854,
 }
 

@@ -283,11 +283,11 @@ def _counting_copies(rows: Rows, trained: Config | None) -> Rows:
     try:
         training = replace(load_rows(trained, "train"), are_answers=not head_size(trained))
         if len(training) > COMPARED_AT_MOST:
-            logger.warning(f"whether rows are copies of the {len(training)} rows to train on is not looked up")
+            logger.warning(f"copies of rows to train on are not looked for: there are {len(training)} of these")
             return rows
         return rows.counting_copies_of(training)
     except DataError as error:
-        logger.warning(f"whether rows are copies of rows to train on is not known: {error.what}")
+        logger.warning(f"copies of rows to train on cannot be found: {error.what}")
         return rows
 
 

@@ -157,7 +157,7 @@ def _parsed(line: bytes, prompts: Sequence[str], number: int, path: Path) -> Row
         if number < len(prompts) and isinstance(row, dict) and row.get("prompt") == prompts[number]:
             return row
     raise BadInput(
-        "this line is not a prediction for the row of its place", where=f"{path}:{number + 1}", hint=_WAYS_ON
+        "this line is not a prediction for the question in its place", where=f"{path}:{number + 1}", hint=_WAYS_ON
     )
 
 

@@ -88,7 +88,8 @@ class MetricsFile(AppendedFile):
     def write(self, step: int, values: Mapping[str, object]) -> None:
         """Append a record of `values`. JSON has no NaN: a number that is not finite becomes "nan", "inf" or "-inf"."""
         record = {"step": step, **values, "time": round(time.time(), 3)}
-        self.append(json.dumps({key: _json_value(value) for key, value in record.items()}, allow_nan=False))
+        odd = {name: str(each) for name, each in record.items() if isinstance(each, float) and not math.isfinite(each)}
+        self.append(json.dumps(record | odd, allow_nan=False))
 
 
 def _is_cut(path: Path) -> bool:
@@ -98,10 +99,6 @@ def _is_cut(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read() != b"\n"
-
-
-def _json_value(value: object) -> object:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 PACKAGE: Final = logging.getLogger("ci_llm")  # the parent of the loggers of all modules
@@ -296,7 +293,27 @@ class RunLog:
         self._file.append(f"{datetime.now():%Y-%m-%d %H:%M:%S} [{self._attempt}] {line}")
 
 
-class RunHandler(logging.Handler):
+class PackageHandler(logging.Handler):
+    """A handler that takes the records of the package's loggers while it is attached; the root logger gets none."""
+
+    def attach(self) -> None:
+        """Take the package's records, beside the handlers that a program has given its logger."""
+        self._before = PACKAGE.propagate, PACKAGE.level, PACKAGE.handlers[:]
+        PACKAGE.propagate = False
+        if PACKAGE.level == logging.NOTSET:
+            PACKAGE.setLevel(logging.INFO)
+        # Not that of a sweep around it, nor that of `--debug`, which shows on the terminal what this one does.
+        own = [each for each in self._before[2] if not isinstance(each, PackageHandler) and each.name != PACKAGE.name]
+        PACKAGE.handlers[:] = [self, *own]
+
+    def detach(self) -> None:
+        """Undo `attach`; a second call changes nothing."""
+        if self in PACKAGE.handlers:
+            PACKAGE.propagate, level, PACKAGE.handlers[:] = self._before
+            PACKAGE.setLevel(level)
+
+
+class RunHandler(PackageHandler):
     """A handler that gives the records of the package to a run's log.
 
     Args:
@@ -312,22 +329,6 @@ class RunHandler(logging.Handler):
 
     def createLock(self) -> None:  # noqa: N802 - the name of the standard library
         self.lock = self._shared_lock
-
-    def attach(self) -> None:
-        """Take the package's records, beside the handlers that a program has given its logger."""
-        self._before = PACKAGE.propagate, PACKAGE.level, PACKAGE.handlers[:]
-        PACKAGE.propagate = False
-        if PACKAGE.level == logging.NOTSET:
-            PACKAGE.setLevel(logging.INFO)
-        # Not that of a sweep around it, nor that of `--debug`, which shows on the terminal what this one does.
-        own = [each for each in self._before[2] if not isinstance(each, RunHandler) and each.name != PACKAGE.name]
-        PACKAGE.handlers[:] = [self, *own]
-
-    def detach(self) -> None:
-        """Undo `attach`; a second call changes nothing."""
-        if self in PACKAGE.handlers:
-            PACKAGE.propagate, level, PACKAGE.handlers[:] = self._before
-            PACKAGE.setLevel(level)
 
     def filter(self, record: logging.LogRecord) -> bool:
         # In `filter`, because `handle` takes the lock between `filter` and `emit`.

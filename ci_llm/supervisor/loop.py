@@ -17,6 +17,7 @@ from typing import Final, Protocol
 
 from ci_llm.core.quantities import duration
 from ci_llm.interrupts import Interrupts
+from ci_llm.logs.run_log import AppendedFile, PackageHandler
 from ci_llm.supervisor.child import AttemptResult, Child, StopOrder
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Decision, Outcome, Policy, decide
@@ -92,16 +93,15 @@ LOG_NAME: Final = "safe_train.log"
 MID_LINE: Final = {"mid_line": True}
 #: `extra` of a logging call for what the terminal has shown already.
 FILE_ONLY: Final = {"file_only": True}
-_PACKAGE: Final = logging.getLogger("ci_llm")
 _TERMINAL_WAIT_S: Final = 1.0
 
 
-class SupervisorLog(logging.Handler):
-    """Handles the records of the package's loggers; a context manager.
+class SupervisorLog(PackageHandler):
+    """The log of a supervision, on the terminal and in a file; a context manager.
 
     Messages of the level INFO appear as they are. Those of any other level are marked: `warning: ...` on the terminal,
-    `WARNING ...` in the file. A file that cannot be written is reported once. A terminal that is gone, or stopped by
-    Ctrl-S, is skipped: the training is worth more than its log.
+    `WARNING ...` in the file. A terminal that is gone, or stopped by Ctrl-S, is skipped: the training is worth more
+    than its log.
 
     Args:
         path: the file, to which the records are appended.
@@ -110,22 +110,14 @@ class SupervisorLog(logging.Handler):
 
     def __init__(self, path: Path, *, fd: int = 2) -> None:
         super().__init__()
-        self._path, self._fd = path, fd
-        self._is_failing = False
-        self._before = (_PACKAGE.propagate, _PACKAGE.level)
+        self._file, self._fd = AppendedFile(path), fd
 
     def __enter__(self) -> SupervisorLog:
-        self._before = (_PACKAGE.propagate, _PACKAGE.level)
-        _PACKAGE.propagate = False
-        if _PACKAGE.level == logging.NOTSET:
-            _PACKAGE.setLevel(logging.INFO)
-        _PACKAGE.addHandler(self)
+        self.attach()
         return self
 
     def __exit__(self, *_: object) -> None:
-        _PACKAGE.removeHandler(self)
-        _PACKAGE.propagate, level = self._before
-        _PACKAGE.setLevel(level)
+        self.detach()
         self.close()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -136,16 +128,8 @@ class SupervisorLog(logging.Handler):
             before = "\n" if getattr(record, "mid_line", False) else ""  # the bar keeps its line
             prefix = f"safe_train: {mark.lower()}: " if mark else "safe_train: "
             self._show(before + "".join(f"{prefix}{line}\n" for line in lines))
-        self._append([f"{mark} {line}" if mark else line for line in lines], datetime.fromtimestamp(record.created))
-
-    def _append(self, lines: list[str], time: datetime) -> None:
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write("".join(f"{time:%Y-%m-%d %H:%M:%S} {line}".rstrip() + "\n" for line in lines))
-        except OSError as error:
-            if not self._is_failing:
-                self._show(f"safe_train: warning: {self._path} cannot be written: {error.strerror}\n")
-            self._is_failing = True
+        head = f"{datetime.fromtimestamp(record.created):%Y-%m-%d %H:%M:%S} {mark}".rstrip()
+        self._file.append("\n".join(f"{head} {line}".rstrip() for line in lines))
 
     def _show(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal is gone
