@@ -283,7 +283,7 @@ CAPS = {
     "cluster": 744,
     "config": 2239,
     "core": 1510,
-    "crowd": 4767,
+    "crowd": 4761,
     "data": 3286,
     "distributed": 654,
     "dry_run": 791,
