@@ -290,7 +290,7 @@ CAPS = {
     "embedded": 156,
     "evaluation": 759,
     "files": 434,
-    "integrations": 717,
+    "integrations": 714,
     "logs": 964,
     "lora": 1326,
     "mirror": 973,

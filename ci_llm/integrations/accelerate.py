@@ -43,9 +43,9 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import HOOKS_FOLDER, META
 from ci_llm.crowd.state import load_state, shape_of, state_of
 from ci_llm.data.stateful_sampler import StatefulSampler
-from ci_llm.distributed.side_channel import TorchProcessGroup, run_collectively
+from ci_llm.distributed.side_channel import SideChannel, TorchProcessGroup, run_collectively
 from ci_llm.errors import CheckpointError, ConfigError
-from ci_llm.integrations.saver import OWN_CHECKPOINTS, gather_object, require_same, restore_generators
+from ci_llm.integrations.saver import OWN_CHECKPOINTS, gather, require_same, restore_generators
 
 FOLDER = HOOKS_FOLDER
 # The last file that Accelerate writes on the main process, unless objects were registered for checkpointing. The files
@@ -114,7 +114,7 @@ class _Hooks:
                 where="register_hooks",
                 hint="prepare a Crowd first; ci_llm.CheckpointManager saves any other model (docs/recipes/own_code.md)",
             )
-        self._crowd = crowds[0]
+        self._crowd, self._channel = crowds[0], SideChannel()
         self._fingerprint = fingerprint_of(self._crowd.model)
         self._samplers = {
             number: (loader, sampler)
@@ -146,8 +146,9 @@ class _Hooks:
     def save(self, models: list[Any], weights: list[Any], folder: str) -> None:
         """Write our folder, and remove the crowd from the weights that Accelerate is about to write."""
         weights[:] = [weight for model, weight in zip(models, weights, strict=True) if not self._is_crowd(model)]
-        everyone = gather_object(
-            {"rng": determinism.capture(), "gradients": self._unfinished_gradients(), "step": self._accelerator.step}
+        everyone = gather(
+            self._channel,
+            {"rng": determinism.capture(), "gradients": self._unfinished_gradients(), "step": self._accelerator.step},
         )
         run_collectively(TorchProcessGroup(self._accelerator.device), lambda: self._write(Path(folder), everyone))
 

@@ -25,7 +25,6 @@ from ci_llm.errors import ConfigError, ForeignCheckpoint
 from ci_llm.integrations.saver import (
     LoopSaver,
     frozen_digest,
-    gather_object,
     load_trained,
     not_resumed,
     require_same,
@@ -263,7 +262,7 @@ class _Attempt:
         return self._contents(None if whole else self._at_epoch, complete=bool(self._trainer.should_stop))
 
     def _contents(self, at_epoch: dict[str, Any] | None, *, complete: bool) -> dict[str, Any]:
-        processes = gather_object({"at_epoch": at_epoch, "at_batch": determinism.capture()})
+        processes = self._saver.gather({"at_epoch": at_epoch, "at_batch": determinism.capture()})
         self._trainer.save_checkpoint(self._place, weights_only=False)
         taken, self._io.taken = self._io.taken, {}
         if not taken:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.state_files import from_bytes, to_bytes
 from ci_llm.core import determinism
-from ci_llm.distributed.side_channel import TorchProcessGroup, run_collectively
+from ci_llm.distributed.side_channel import SideChannel, TorchProcessGroup, run_collectively
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from ci_llm.interrupts import Interrupts
 
@@ -65,6 +65,10 @@ class LoopSaver:
             self.manager.save(step, contents(), force=True)
             self._saved = step
 
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, by index. A collective."""
+        return gather(self.manager.saver.connect(), value)
+
     def close(self) -> None:
         """Finish the save in flight; release the folder and restore the signal handlers."""
         try:
@@ -73,13 +77,9 @@ class LoopSaver:
             self._interrupts.restore()
 
 
-def gather_object(value: Any) -> list[Any]:
-    """The values of all processes, by index. A collective."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+def gather(channel: SideChannel, value: Any) -> list[Any]:
+    """The values of all processes, by index, as a checkpoint would hold them. A collective; nothing is unpickled."""
+    return [from_bytes(message) for message in channel.exchange_result_of(lambda: to_bytes(value))]
 
 
 def restore_generators(saved: dict[str, Any], where: str) -> None:

@@ -31,7 +31,6 @@ from ci_llm.integrations.saver import (
     OWN_CHECKPOINTS,
     LoopSaver,
     frozen_digest,
-    gather_object,
     load_trained,
     not_resumed,
     require_same,
@@ -252,7 +251,7 @@ class _Attempt:
         trainer = self._trainer
         trainer.store_flos()
         now = determinism.capture()
-        processes = gather_object(
+        processes = self.saver.gather(
             {
                 "at_epoch": self._at_epoch if within_epoch else now,
                 "at_step": now if within_epoch else None,
