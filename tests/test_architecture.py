@@ -285,7 +285,7 @@ CAPS = {
     "core": 1510,
     "crowd": 4747,
     "data": 3286,
-    "distributed": 654,
+    "distributed": 651,
     "dry_run": 791,
     "embedded": 156,
     "evaluation": 759,
