@@ -71,13 +71,7 @@ def evaluate(trainer: Trainer, attempt: Attempt) -> str | None:
 
 
 def note_evaluation(trainer: Trainer, attempt: Attempt, metrics: Mapping[str, Any]) -> None:
-    """Decide by the evaluation after the present step which step is best. A collective."""
-    trainer.state = _evaluated(trainer.state, metrics, trainer.processes)
-    attempt.status.update(best_step=trainer.state.validation.best_step)
-
-
-def _evaluated(state: TrainState, metrics: Mapping[str, Any], processes: Processes) -> TrainState:
-    """The state with the evaluation after the present step. A collective.
+    """Decide by the evaluation after the present step which step is best. A collective.
 
     All processes take the numbers of the main one: they must not end a run at different steps because the last bits of
     their means differ.
@@ -85,10 +79,12 @@ def _evaluated(state: TrainState, metrics: Mapping[str, Any], processes: Process
     Args:
         metrics: the numbers of the evaluation, by the names of metrics.jsonl.
     """
-    names, metric = [*state.names, "crowd"], state.validation.metric
-    values = [float(metrics.get(f"eval/{name}/{metric}", math.nan)) for name in names]  # NaN is never best
-    *agents, crowd = processes.broadcast_object(values)
-    return state.evaluated(crowd, agents)
+    state = trainer.state
+    keys = [f"eval/{name}/{state.validation.metric}" for name in (*state.names, "crowd")]
+    values = [float(metrics.get(key, math.nan)) for key in keys]  # NaN is never best
+    *agents, crowd = trainer.processes.broadcast_object(values)
+    trainer.state = state.evaluated(crowd, agents)
+    attempt.status.update(best_step=trainer.state.validation.best_step)
 
 
 def result_of(config: Config, state: TrainState, manager: CheckpointManager, processes: Processes) -> Checkpoint | None:
@@ -158,6 +154,9 @@ def describe_example(example: Solved, judged_by: JudgedBy = "exact_match") -> st
     )
 
 
+_SHOWN_CHARACTERS: Final = 400
+
+
 def _end_of(text: str) -> str:
     """The text in one line; if it is long only its end, where the question or the answer stands."""
     line = text.strip().replace("\n", "⏎")
@@ -207,9 +206,6 @@ def scores_of_sets(scores: Scores, rows: EvaluationRows) -> Iterator[RowSet]:
             exact_match=Figure(tuple(agents), crowd),
             nll=Figure(tuple(agents_nll), crowd_nll),
         )
-
-
-_SHOWN_CHARACTERS: Final = 400
 
 
 def known_conclusion(folder: Path, step: int) -> Evaluation | None:
