@@ -296,7 +296,7 @@ CAPS = {
     "mirror": 973,
     "objectives": 575,
     "report": 1092,
-    "run": 5075,
+    "run": 4974,
     "serve": 1405,
     "supervisor": 1725,
     "sweep": 854,
