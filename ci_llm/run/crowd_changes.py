@@ -24,7 +24,6 @@ from ci_llm.distributed.ballot import Verdict
 from ci_llm.errors import BadInput
 from ci_llm.run.end.attempt import Attempt
 from ci_llm.run.start.agent_settings import (
-    config_of,
     crowd_settings,
     objective_of,
     prepare_agents,
@@ -70,7 +69,7 @@ def keep_agents(trainer: Trainer, state: TrainState, kept: Sequence[int]) -> Non
     Args:
         kept: the place of each in the crowd before.
     """
-    crowd, checkpoint, config = trainer.crowd, trainer.checkpoint, config_of(trainer.config, state.numbers)
+    crowd, checkpoint = trainer.crowd, trainer.checkpoint
     checkpoint.stopped.update(_adapters_of({*crowd.names} - {*state.names}, crowd))
     moments = [checkpoint.optimizer.state.get(crowd.storage.rows[place], {}) for place in kept]
     crowd.keep_agents(crowd_settings(trainer.config, state.numbers), kept, state.names)
@@ -80,7 +79,7 @@ def keep_agents(trainer: Trainer, state: TrainState, kept: Sequence[int]) -> Non
     checkpoint.last_good.keep_agents(crowd.storage.rows, kept)
     trainer.metrics.keep_agents(kept)
     trainer.learning.keep_agents(kept)
-    trainer.objective = objective_of(config, crowd, trainer.processes.num_processes)
+    trainer.objective = objective_of(trainer.present_config, crowd, trainer.processes.num_processes)
     trainer.evaluator.objective, trainer.evaluator.rows = trainer.objective, trainer.evaluator.rows.of_agents(kept)
     places = trainer.prepared.places
     trainer.prepared = replace(trainer.prepared, places=[places[place] for place in kept] if places else ())

@@ -154,18 +154,6 @@ def score_table(evaluation: Evaluation, run: Path | str) -> str:
     return "\n".join(lines)
 
 
-def describe_not_finite(evaluation: Evaluation) -> str:
-    """A warning if the scores of an agent are not finite; else empty."""
-    each = zip(evaluation.agent_names, evaluation.nll.agents, strict=True)
-    bad = [name for name, loss in each if not math.isfinite(loss)]
-    if not bad:
-        return ""
-    return (
-        f"the scores of {', '.join(bad)} are not finite: these adapters cannot be used; a smaller learning_rate, with"
-        " overwrite_output_dir=true or another experiment_name, trains them again"
-    )
-
-
 def final_card(evaluation: Evaluation, crowd: Crowd, datasets: Iterable[str], step: int) -> str:
     """README.md of `final_checkpoint`."""
     configs = [values for name, values in crowd.adapter_files().items() if name.endswith("/adapter_config")]
@@ -174,7 +162,10 @@ def final_card(evaluation: Evaluation, crowd: Crowd, datasets: Iterable[str], st
         ranks=[config["r"] for config in configs],
         trained=f" for {step} optimizer steps on `{', '.join(map(public_name, datasets))}`",
         scores=score_table(replace(evaluation, data=tuple(map(public_name, evaluation.data))), "."),
-        notes=[_GOES_ON],
+        notes=[
+            "The folder is also a complete checkpoint: `resume_from_checkpoint` takes it, with a larger"
+            " `max_train_steps`, and trains on from there."
+        ],
         opened_with=auto_class(crowd.model.config).__name__,
         num_labels=crowd.settings.outputs,
         classes=crowd.classes,
@@ -182,21 +173,18 @@ def final_card(evaluation: Evaluation, crowd: Crowd, datasets: Iterable[str], st
     return crowd_card(facts)
 
 
-_GOES_ON = (
-    "The folder is also a complete checkpoint: `resume_from_checkpoint` takes it, with a larger `max_train_steps`, and"
-    " trains on from there."
-)
-
-
 #: The keys that make a run longer that has taken its last step.
 MORE_STEPS: Final[Mapping[str, str | None]] = {"epochs": None, "max_train_steps": "..."}
 
 
 def log_next_steps(config: Config, launch: Launch, evaluation: Evaluation, to_go_on: Mapping[str, str | None]) -> None:
-    """Log what to do after a completed run; for the arguments see `next_steps`."""
-    warning = describe_not_finite(evaluation)
-    if warning:
-        logger.warning(warning)
+    """Log what to do after a completed run, or which agents have no finite scores; see `next_steps`."""
+    each = zip(evaluation.agent_names, evaluation.nll.agents, strict=True)
+    if bad := [name for name, loss in each if not math.isfinite(loss)]:
+        logger.warning(
+            f"the scores of {', '.join(bad)} are not finite: these adapters cannot be used; a smaller learning_rate,"
+            " with overwrite_output_dir=true or another experiment_name, trains them again"
+        )
         return
     for line in next_steps(config, launch, to_go_on):
         logger.info(line)

@@ -103,11 +103,8 @@ def read_beginning(run_folder: Path) -> Beginning | None:
         CheckpointError: the file is not of this program.
     """
     hint = "move it away, and continue with resume_from_checkpoint=latest"
-    return read_known(run_folder / BEGINNING, _parsed, "the record of how the run began cannot be read", hint)
-
-
-def _parsed(path: Path) -> Beginning:
-    return Beginning(**read_fields(Beginning, path))
+    what = "the record of how the run began cannot be read"
+    return read_known(run_folder / BEGINNING, lambda path: Beginning(**read_fields(Beginning, path)), what, hint)
 
 
 def known_beginning(manager: CheckpointManager, config: Config) -> Beginning | None:
