@@ -23,7 +23,7 @@ from ci_llm.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
     from ci_llm.report.scores import Leaderboard
-    from ci_llm.run.step.members import CrowdRequest
+    from ci_llm.run.step.requests import CrowdRequest
 
 
 _LOGGER = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ def agents(words: Sequence[str]) -> int:
 
 
 def _stop(call: argparse.Namespace) -> int:
-    from ci_llm.run.step.members import ask
+    from ci_llm.run.step.requests import ask
 
     status = read_status(call.run)
     if status.status == "completed":
@@ -223,7 +223,7 @@ def _stop(call: argparse.Namespace) -> int:
 
 def _decided(run: Path, request: CrowdRequest, patience_s: float) -> CrowdRequest | None:
     """The request as the run has decided it; None if it has not within this time."""
-    from ci_llm.run.step.members import read_record
+    from ci_llm.run.step.requests import read_record
 
     until = time.monotonic() + patience_s
     while True:

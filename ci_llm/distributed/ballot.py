@@ -21,7 +21,7 @@ class Ballot:
 
     Attributes:
         num_targets: targets in this process's micro-batches of the step; the sum divides the gradient.
-        nonfinite: [K] whether the loss or the gradient of an agent is not finite here; a tensor may be on any device.
+        nonfinite: [K] true where loss or gradient of an agent are not finite here; a tensor may be on any device.
         sums: numbers to be added over all processes (losses, diversity); equally many on every process.
         out_of_memory: this process could not compute its part.
         stop: why the run shall end after this step.
@@ -46,8 +46,8 @@ class Verdict:
 
     Attributes:
         num_targets, sums: added over all processes.
-        nonfinite: [K] whether it is set on any process.
-        out_of_memory, save, request, failed: whether it is set on any process.
+        nonfinite: [K] set on some process.
+        out_of_memory, save, request, failed: set on some process.
         stop: the reason of the first process, by index, that has one.
     """
 
@@ -121,7 +121,7 @@ def encode(ballot: Ballot) -> Tensor:
 
 
 def anybody_stops(votes: Tensor) -> bool:
-    """Whether any of the added ballots asks to stop. The reasons are text and are gathered afterwards."""
+    """True if any of the added ballots asks to stop. The reasons are text and are gathered afterwards."""
     return bool(votes[_STOP] > 0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,14 +27,14 @@ def autocast_dtype(mixed_precision: str) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class Speed:
-    """Whether a device multiplies bf16 faster than fp32, and why, for people."""
+    """A device multiplies bf16 faster than fp32 or not, and why, for people."""
 
     bf16_is_faster: bool
     why: str
 
 
 def runs_on_cpu() -> bool:
-    """Whether processes of this machine compute on the CPU: there is no GPU, or the environment says so."""
+    """True if processes of this machine compute on the CPU: there is no GPU, or the environment says so."""
     return is_cpu_wanted(os.environ) or not torch.cuda.is_available()
 
 
@@ -56,7 +55,7 @@ def require_known_device() -> None:
 
 
 def speed_of_bf16() -> Speed:
-    """Whether the device of this process multiplies bf16 faster than fp32."""
+    """The speed of bf16 on the device of this process."""
     if not runs_on_cpu():
         name = torch.cuda.get_device_name()
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -75,11 +74,6 @@ def slow_bf16(config: Config) -> str | None:
         return None
     faster = " ".join(f"{key}={CHOICES[key][1]}" for key in keys)
     return f"bf16 takes about ten times as long as fp32 here (7 to 29 with AVX2), as {speed.why}: {faster} is faster"
-
-
-def slowest(speeds: Sequence[Speed]) -> Speed:
-    """The speed on which all processes of a run can count: that of the slowest device."""
-    return next((speed for speed in speeds if not speed.bf16_is_faster), speeds[0])
 
 
 def chosen(config: Config, speed: Speed, before: Config | None = None) -> dict[str, str | None]:

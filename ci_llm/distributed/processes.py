@@ -93,7 +93,7 @@ class Processes:
         follow: called before every ballot: serves processes whose passes through a sharded base are not over.
         notes: lines for people about the way the run was started.
         patience: how long a process that is asked to stop waits for the others.
-        chooses_threads: whether this process computes on the CPU, and OMP_NUM_THREADS does not say by how many threads.
+        chooses_threads: this process computes on the CPU, and OMP_NUM_THREADS does not say by how many threads.
 
     Raises:
         LaunchError: the processes cannot join one process group, or there are more of them than GPUs.
@@ -173,7 +173,7 @@ class Processes:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this process writes the files of which a run has one."""
+        """True if this process writes the files of which a run has one."""
         return self.process_index == 0
 
     @property
@@ -213,7 +213,7 @@ class Processes:
         """
         if AUTO not in (config.mixed_precision, config.model_dtype):
             return config, ""
-        speed = precision.slowest(self.gather_object(precision.speed_of_bf16()))
+        speed = min(self.gather_object(precision.speed_of_bf16()), key=lambda each: each.bf16_is_faster)
         settled = config.model_copy(update=precision.chosen(config, speed, before))
         precision.check_precision(settled)
         if settled.mixed_precision != self._precision:
@@ -443,7 +443,7 @@ def _token_path(folder: Path, token: str) -> Path:
 
 
 def _is_other_run(path: Path, own: Mapping[str, object]) -> bool:
-    """Whether this token is of another living process of the same launcher; removes the token of a dead process.
+    """True if this token is of another living process of the same launcher; removes the token of a dead process.
 
     Processes of other launchers do not count: a later attempt may take over a folder from one that still runs.
     """

@@ -160,7 +160,7 @@ class SaveResultChannel:
                 self._in_flight.append((self._group.send([message], index, 0), message))
 
     def receive(self, step: int) -> bool:
-        """On every other process: whether `step` was saved. False if process 0 is gone: the next collective fails."""
+        """On every other process: true if `step` was saved. False if process 0 is gone: the next collective fails."""
         message = torch.zeros(2, dtype=torch.int64)  # stays so if process 0 is gone, and then says "not saved"
         with contextlib.suppress(RuntimeError):
             self._group.recv([message], 0, 0).wait()
@@ -174,7 +174,7 @@ def _distributed() -> bool:
 
 
 def has_other_processes() -> bool:
-    """Whether other processes may wait for this one in a collective."""
+    """True if other processes may wait for this one in a collective."""
     return _distributed() and dist.get_world_size() > 1
 
 
@@ -217,7 +217,7 @@ def _failure_told(tell: Callable[[], object]) -> Iterator[None]:
 
 
 def is_true_anywhere(processes: ProcessGroup, work: Callable[[], bool]) -> bool:
-    """Do `work` on every process; whether it returned True on any. A collective, with the errors of the one above."""
+    """Do `work` on every process; true if it returned True on any. A collective, with the errors of the one above."""
     return run_collectively(processes, lambda: [work()])[0] > 0
 
 

@@ -21,7 +21,7 @@ from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
-from ci_llm.run.attempt import RunAttempt
+from ci_llm.run.end.attempt import Attempt
 from ci_llm.run.start.cost_model import Trace
 from ci_llm.run.trainer import Trainer
 
@@ -71,7 +71,7 @@ class CheckContext:
     lengths: Lengths = field(init=False)  # measured once template has passed
     trace: Trace | None = None  # estimate, where the family can be traced
     trainer: Trainer = field(init=False)  # model
-    attempt: RunAttempt = field(init=False)  # model
+    attempt: Attempt = field(init=False)  # model
     measured: Measured = field(default_factory=Measured)
     at_end: ExitStack = field(default_factory=ExitStack)
     program_bytes: int = field(default_factory=lambda: int(psutil.Process().memory_info().rss))

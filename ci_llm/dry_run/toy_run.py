@@ -26,15 +26,14 @@ from ci_llm.data.units import Unit
 from ci_llm.dry_run.context import TOY_STEPS, CheckContext
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send
-from ci_llm.run.attempt import RunAttempt
 from ci_llm.run.boundary import contents_of
-from ci_llm.run.conclusion import conclude
+from ci_llm.run.end.attempt import Attempt
+from ci_llm.run.evaluation import conclude
 from ci_llm.run.loop import Batches, steps, train
 from ci_llm.run.one_layer import measure
 from ci_llm.run.setup import assemble, build_crowd, set_determinism
 from ci_llm.run.start.loading import open_base, training_rows
 from ci_llm.run.start.resume import newest_source
-from ci_llm.run.step.step_metrics import StepMetrics
 from ci_llm.run.trainer import Trainer
 
 TERMINATED = "signal:SIGTERM"
@@ -52,10 +51,11 @@ def model(context: CheckContext) -> str:
     manager, log = context.open_run_folder(config)
     crowd = build_crowd(config, base, context.processes)
     crowd.prompter = Prompter(base.tokenizer, form_of(context.rows[0]))
-    attempt = context.attempt = RunAttempt(config, context.processes, context.interrupts, manager, log)
+    attempt = context.attempt = Attempt(config, context.launch, manager, context.interrupts, log)
     rows = training_rows(config, context.examples)
-    trainer = context.trainer = assemble(config, attempt, base, crowd, rows, context.eval_examples, context.examples)
-    attempt.metrics = StepMetrics(trainer.state.names, crowd.device)
+    trainer = context.trainer = assemble(
+        config, context.processes, attempt, base, crowd, rows, context.eval_examples, context.examples
+    )
     trainer.total_steps = TOY_STEPS  # of the two more that the schedule knows, for the interruption
     start = time.perf_counter()
     measure(trainer)

@@ -16,20 +16,20 @@ from ci_llm.crowd.objective import GrpoObjective
 from ci_llm.data.batches import MicroBatch
 from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.objectives.grpo.rewards import failed_elsewhere
-from ci_llm.run.attempt import RunAttempt
 from ci_llm.run.boundary import save_before_error
+from ci_llm.run.end.attempt import Attempt
 from ci_llm.run.one_layer import measure
 from ci_llm.run.step.gradients import Sums, num_sums
-from ci_llm.run.step.members import is_waiting
 from ci_llm.run.step.out_of_memory import in_parts
+from ci_llm.run.step.requests import is_waiting
 from ci_llm.run.step.rollout import Rollout
-from ci_llm.run.step.whole_step import WholeStep
 from ci_llm.run.trainer import Trainer
+from ci_llm.run.whole_step import objective_of_step
 
 logger = logging.getLogger(__name__)
 
 
-def agree_on_gradients(trainer: Trainer, attempt: RunAttempt, step: int, micro_batches: list[MicroBatch]) -> Verdict:
+def agree_on_gradients(trainer: Trainer, attempt: Attempt, step: int, micro_batches: list[MicroBatch]) -> Verdict:
     """Compute this process's gradients of the step and vote on them; repeat it in smaller parts where memory ran out.
 
     Raises:
@@ -48,7 +48,7 @@ def agree_on_gradients(trainer: Trainer, attempt: RunAttempt, step: int, micro_b
             parts = in_parts(trainer.courses, micro_batches, trainer.micro_batch_size)
         else:
             parts = rollout.parts(trainer.micro_batch_size, trainer.state.recovery.parts_of_group)
-        objective, complaint = _whole_step(trainer, step, parts).objective(of_run)
+        objective, complaint = objective_of_step(trainer, step, parts, of_run)
         if objective is not None:
             passes = replace(trainer.passes, objective=objective)
             sums, complaint = unless_out_of_memory(partial(passes.compute_gradients, step, parts))
@@ -65,24 +65,16 @@ def agree_on_gradients(trainer: Trainer, attempt: RunAttempt, step: int, micro_b
         attempt.status.update(micro_batch_size=trainer.micro_batch_size)
 
 
-def _tell(trainer: Trainer, attempt: RunAttempt, step: int, rollout: Rollout) -> None:
+def _tell(trainer: Trainer, attempt: Attempt, step: int, rollout: Rollout) -> None:
     """Keep the completions of a step where they are wanted, and show a few of them in every line of metrics."""
-    config, processes = trainer.config, trainer.processes
-    if config.log_completions:
+    if trainer.config.log_completions:
         trainer.rollouts.write(rollout, step, attempt.manager)
-    if (step + 1) % config.logging_steps == 0 and processes.is_main_process:
+    if (step + 1) % trainer.config.logging_steps == 0 and trainer.processes.is_main_process:
         for line in rollout.lines():
             logger.info(line)
 
 
-def _whole_step(trainer: Trainer, step: int, micro_batches: list[MicroBatch]) -> WholeStep:
-    """The step as a whole, for objectives that need it."""
-    config, processes = trainer.config, trainer.processes
-    given = trainer.courses, config.max_seq_length, config.seed, trainer.heartbeat.tick
-    return WholeStep(step, micro_batches, trainer.crowd, processes, *given)
-
-
-def _ballot(trainer: Trainer, attempt: RunAttempt, step: int, sums: Sums | None, save_wanted: bool) -> Ballot:
+def _ballot(trainer: Trainer, attempt: Attempt, step: int, sums: Sums | None, save_wanted: bool) -> Ballot:
     """The ballot of this process about the step; None as sums: it ran out of memory."""
     agents, is_main = trainer.crowd.num_agents, trainer.processes.is_main_process
     return Ballot(

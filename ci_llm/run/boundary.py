@@ -1,22 +1,147 @@
-"""What a run does between two steps, where it is due: a checkpoint, an evaluation."""
+"""What a run does between two steps: it tells people, metrics and callbacks how far it is, and saves."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ci_llm.errors import RewardFailed
-from ci_llm.run.attempt import RunAttempt
-from ci_llm.run.report import call_event
-from ci_llm.run.step import evaluator as judging
+import psutil
+import torch
+from torch import Tensor
+
+from ci_llm.cluster.deadline import STOPPED_BY_CALLBACK, Pace
+from ci_llm.core.quantities import count
+from ci_llm.crowd.objective import GrpoObjective, of_metrics
+from ci_llm.distributed.ballot import StepSums, Verdict
+from ci_llm.logs.progress import Position
+from ci_llm.run.end.attempt import Attempt
+from ci_llm.run.end.result import MORE_STEPS
+from ci_llm.run.step.callbacks import Event, TrainerState
+from ci_llm.run.step.nonfinite import Findings, recovery_metrics
 from ci_llm.run.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 
+def report(trainer: Trainer, attempt: Attempt, verdict: Verdict, findings: Findings, norms: Tensor) -> None:
+    """Show how far the run is; write a line of metrics every `logging_steps`, with means since the line before.
+
+    Args:
+        norms: [K] the gradient norm of every agent in the step just taken.
+    """
+    state, step, metrics = trainer.state, trainer.state.step, trainer.metrics
+    sums = StepSums.unpack(verdict.sums, trainer.crowd.num_agents)
+    losses = [total / max(count, 1) for total, count in zip(sums.losses, sums.targets, strict=True)]
+    metrics.count(findings.tokens)
+    attempt.status.update(agent_steps=state.agent_steps)
+    logger.debug("step %d: losses %s, %d tokens, left out %s", step, losses, findings.tokens, findings.left_out)
+    attempt.log.progress(position(trainer, [] if findings.bad_batch else losses))
+    attempt.log.report_save(attempt.manager.last_result)
+    if not findings.bad_batch:  # else nothing was trained on
+        totals = (*sums.losses, sums.diversity)
+        metrics.add((*sums.targets, verdict.num_targets), totals, norms, findings.left_out)
+        measured = of_metrics(trainer.objective, sums.metrics)
+        metrics.add_named(trainer.objective.metric_names, measured, findings.left_out)
+        if isinstance(trainer.objective, GrpoObjective):
+            trainer.rollouts.watch.look(trainer.objective.sums, sums.metrics, step)
+        else:
+            trainer.learning.count(losses)
+    if step % trainer.config.logging_steps and step != trainer.total_steps:
+        return
+    if not isinstance(trainer.objective, GrpoObjective):  # whose loss is near 0 whatever is learned
+        if not findings.bad_batch:
+            trainer.learning.look(norms.tolist())
+        trainer.learning.report(attempt.status, trainer.present_config.learning_rates)
+    line = _rates_and_epochs(trainer) | metrics.means() | recovery_metrics(state, trainer.config.batch_size)
+    line |= memory_in_use(trainer.crowd.device) | metrics.speed() | attempt.mirror.metrics()
+    attempt.log.metrics(step, line)
+    metrics.restart()
+    call_event(trainer, attempt, "on_log", logs=line)
+
+
+def _rates_and_epochs(trainer: Trainer) -> dict[str, Any]:
+    """Epoch, agent-steps and learning rate; of each agent where they differ."""
+    state, courses, agents = trainer.state, trainer.courses, trainer.crowd.agents
+    line: dict[str, Any] = {
+        "epoch": courses.epoch(state.step),
+        "agent_steps": state.agent_steps,
+        "train/learning_rate": trainer.last_learning_rate,
+    }
+    if trainer.present_config.agents:
+        for agent in agents:
+            line[f"train/{agent.name}/learning_rate"] = trainer.rate_of(agent, state.step - 1)
+    if courses.are_own:
+        epochs = zip(agents, courses.epochs(state.step), strict=True)
+        line |= {f"train/{agent.name}/epoch": epoch for agent, epoch in epochs}
+    return line
+
+
+def memory_in_use(device: torch.device) -> dict[str, int]:
+    """Bytes of this process: resident, and on a GPU the peak that its tensors reached."""
+    figures = {"memory/resident_bytes": psutil.Process().memory_info().rss}
+    if device.type == "cuda":
+        figures["memory/cuda_peak_bytes"] = torch.cuda.max_memory_allocated(device)
+    return figures
+
+
+def call_event(trainer: Trainer, attempt: Attempt, event: Event, **values: Mapping[str, Any]) -> None:
+    """Call the callbacks of an event. If one of them asks for a stop, the next vote tells all processes."""
+    if attempt.callbacks:
+        step, is_main = trainer.state.step, trainer.processes.is_main_process
+        state = TrainerState(step, trainer.total_steps, trainer.courses.epoch(step), is_main)
+        with trainer.heartbeat.resting():
+            if attempt.callbacks.call_event(event, trainer.config, state, values) and not trainer.is_finished:
+                attempt.interrupts.request_stop(STOPPED_BY_CALLBACK)
+
+
+def position(trainer: Trainer, losses: Sequence[float] = ()) -> Position:
+    """The position of the run; `losses` are those of the step just taken."""
+    state = trainer.state
+    rate = trainer.last_learning_rate if state.step else None
+    done = state.tokens_seen, trainer.courses.epoch(state.step)
+    return Position(state.step, trainer.total_steps, losses, *done, rate, state.names)
+
+
+def outlook(trainer: Trainer) -> Iterator[str]:
+    """Lines about what a step consists of, how long the run is, and how its crowd will change."""
+    steps, rows, processes = trainer.total_steps, trainer.state.rows_per_step, trainer.processes.num_processes
+    passes = math.ceil(rows / processes / trainer.micro_batch_size)
+    epochs = ", ".join(f"{plan.epoch(steps):.3g}" for plan in trainer.courses.plans)
+    of_each = " of each agent" if "," in epochs else ""
+    yield (
+        f"batch     {count(rows, 'row')} per step{of_each}: {processes} process(es)"
+        f" x {passes} micro-step(s) of at most {trainer.micro_batch_size}; {count(steps, 'step')}, {epochs} epochs"
+    )
+    config = trainer.present_config
+    kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in config.each_agent))
+    optimizer = type(trainer.checkpoint.optimizer).__name__
+    yield f"optimizer {optimizer}, learning_rate {config.learning_rates}, {kinds}"
+    for change in trainer.state.history.planned:
+        yield f"          crowd: after step {change.step} of {steps}, {change}"
+
+
+def describe_stop(trainer: Trainer, pace: Pace) -> str:
+    """What a request to stop does now. If the step under way has voted already, one more step follows."""
+    if pace.step_started is not None:
+        return f"finishing step {trainer.state.step + 1}, then saving and leaving"
+    if trainer.state.step == 0:
+        return "leaving before the first step"
+    return f"step {trainer.state.step} is done; saving and leaving"
+
+
+def keys_to_go_on(trainer: Trainer) -> dict[str, str | None]:
+    """The keys to change, so that a run which is over trains on; None: the key is left out."""
+    changes: dict[str, str | None] = {}
+    if trainer.is_out_of_patience:
+        more = trainer.state.validation.without_better + (trainer.config.early_stopping_patience or 0)
+        changes["early_stopping_patience"] = str(more)
+    return changes if trainer.state.step < trainer.total_steps else {**changes, **MORE_STEPS}
+
+
 def contents_of(
-    trainer: Trainer, attempt: RunAttempt, generators: Sequence[dict[str, Any] | None] = ()
+    trainer: Trainer, attempt: Attempt, generators: Sequence[dict[str, Any] | None] = ()
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The contents of a checkpoint of the present step, and the information for its manifest.
 
@@ -26,10 +151,10 @@ def contents_of(
     state, checkpoint = trainer.state, trainer.checkpoint
     rate = trainer.last_learning_rate if state.step else trainer.learning_rate(0)
     contents = checkpoint.contents(state, rate, attempt.log.tracker_state(), generators)
-    return contents, checkpoint.info(state, trainer.courses.epoch(state.step)) | attempt.metrics.record()
+    return contents, checkpoint.info(state, trainer.courses.epoch(state.step)) | trainer.metrics.record()
 
 
-def save(trainer: Trainer, attempt: RunAttempt) -> None:
+def save(trainer: Trainer, attempt: Attempt) -> None:
     """Begin a checkpoint of where the run stands. A collective."""
     manager, step = attempt.manager, trainer.state.step
     logger.debug("step %d: save begins; the one before: %s", step, manager.last_result)
@@ -39,46 +164,10 @@ def save(trainer: Trainer, attempt: RunAttempt) -> None:
     call_event(trainer, attempt, "on_save")
 
 
-def save_before_error(trainer: Trainer, attempt: RunAttempt) -> None:
+def save_before_error(trainer: Trainer, attempt: Attempt) -> None:
     """Save where the run stands, unless that is done, before an error that ends it on all processes. A collective."""
     manager, step = attempt.manager, trainer.state.step
     manager.wait_until_finished()
     if step and trainer.processes.broadcast_object(manager.latest_step()) != step:
         save(trainer, attempt)
         manager.wait_until_finished()
-
-
-def evaluate(trainer: Trainer, attempt: RunAttempt) -> str | None:
-    """Score agents and crowd in the middle of a run; returns the reason of a stop that was asked for meanwhile.
-
-    Raises:
-        RewardFailed: on every process, when a function could not reward answers; the present step is saved.
-    """
-    evaluator, step = trainer.evaluator, trainer.state.step
-    with attempt.metrics.paused():
-        try:
-            scores = evaluator.scores(step, trainer.micro_batch_size)
-        except RewardFailed:
-            save_before_error(trainer, attempt)
-            raise
-    if scores is not None:
-        metrics = judging.evaluation_metrics(scores, trainer.state.names)
-        attempt.log.metrics(step, metrics)
-        note_evaluation(trainer, attempt, metrics)
-        evaluator.last_scores = scores
-        line = judging.describe_scores(step, scores, evaluator.judged_by)
-        logger.info(f"{line}{trainer.state.best_note}")
-        with attempt.metrics.paused():
-            example = evaluator.example(step)
-        if example is not None:
-            logger.info(judging.describe_example(example, evaluator.judged_by))
-        call_event(trainer, attempt, "on_evaluate", metrics=metrics)
-        if trainer.is_finished:
-            logger.info(f"early stopping after step {step}: {trainer.state.validation.described()}")
-    return evaluator.vote.reason()
-
-
-def note_evaluation(trainer: Trainer, attempt: RunAttempt, metrics: Mapping[str, Any]) -> None:
-    """Decide by the evaluation after the present step which step is best. A collective."""
-    trainer.state = judging.evaluated(trainer.state, metrics, trainer.processes)
-    attempt.status.update(best_step=trainer.state.validation.best_step)

@@ -137,7 +137,7 @@ def _run(read: Reading, loaded: tuple[Any, Any] | None, callbacks: Iterable[obje
 
 
 def _is_name(given: Any) -> bool:
-    """Whether the argument is a path or a name, or a list of them, as a key takes it."""
+    """True if the argument is a path or a name, or a list of them, as a key takes it."""
     several = given if isinstance(given, list | tuple) and given else [given]
     return all(isinstance(each, str | os.PathLike) for each in several)
 

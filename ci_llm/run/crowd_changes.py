@@ -22,25 +22,28 @@ from torch import Tensor
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.errors import BadInput
-from ci_llm.run.attempt import RunAttempt
-from ci_llm.run.start.agent_settings import crowd_settings, objective_of, prepare_agents
+from ci_llm.run.end.attempt import Attempt
+from ci_llm.run.start.agent_settings import (
+    crowd_settings,
+    objective_of,
+    prepare_agents,
+)
 from ci_llm.run.start.loading import steps_of
-from ci_llm.run.start.optimizer import optimizer_groups
 from ci_llm.run.start.resume import STOPPED
-from ci_llm.run.step.members import CrowdChange, config_of, decide, read_waiting
-from ci_llm.run.step.state import TrainState
+from ci_llm.run.step.requests import decide, read_waiting
+from ci_llm.run.step.state import CrowdChange, TrainState
 from ci_llm.run.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 
-def change_crowd(trainer: Trainer, attempt: RunAttempt, verdict: Verdict) -> bool:
+def change_crowd(trainer: Trainer, attempt: Attempt, verdict: Verdict) -> bool:
     """Make the changes of the crowd that are due after the step just taken; none after the last step.
 
     A collective if a change was asked for.
 
     Returns:
-        whether the crowd is another one now.
+        True if the crowd is another one now.
     """
     if trainer.is_finished:
         return False
@@ -55,8 +58,6 @@ def change_crowd(trainer: Trainer, attempt: RunAttempt, verdict: Verdict) -> boo
     kept = [before.names.index(name) for name in state.names]
     attempt.manager.wait_until_copied()  # a save in flight still reads the storage that goes
     keep_agents(trainer, state, kept)
-    attempt.metrics.keep_agents(kept)
-    attempt.learning.keep_agents(kept)
     for change in state.history.made[len(before.history.made) :]:
         logger.info(f"crowd     after step {state.step}: {change}; the crowd is {', '.join(state.names)}")
     return True
@@ -68,15 +69,17 @@ def keep_agents(trainer: Trainer, state: TrainState, kept: Sequence[int]) -> Non
     Args:
         kept: the place of each in the crowd before.
     """
-    crowd, checkpoint, config = trainer.crowd, trainer.checkpoint, config_of(trainer.config, state.numbers)
+    crowd, checkpoint = trainer.crowd, trainer.checkpoint
     checkpoint.stopped.update(_adapters_of({*crowd.names} - {*state.names}, crowd))
     moments = [checkpoint.optimizer.state.get(crowd.storage.rows[place], {}) for place in kept]
     crowd.keep_agents(crowd_settings(trainer.config, state.numbers), kept, state.names)
     trainer.state = state
     _prepare_agents(trainer)
-    _fill(checkpoint.optimizer, optimizer_groups(crowd), moments)
+    _fill(checkpoint.optimizer, [agent.optimizer_group for agent in crowd.agents], moments)
     checkpoint.last_good.keep_agents(crowd.storage.rows, kept)
-    trainer.objective = objective_of(config, crowd, trainer.processes.num_processes)
+    trainer.metrics.keep_agents(kept)
+    trainer.learning.keep_agents(kept)
+    trainer.objective = objective_of(trainer.present_config, crowd, trainer.processes.num_processes)
     trainer.evaluator.objective, trainer.evaluator.rows = trainer.objective, trainer.evaluator.rows.of_agents(kept)
     places = trainer.prepared.places
     trainer.prepared = replace(trainer.prepared, places=[places[place] for place in kept] if places else ())
@@ -134,7 +137,7 @@ def _adapters_of(leaving: Collection[str], crowd: Crowd) -> Iterator[tuple[str, 
         yield f"{STOPPED}{name}/adapter_config", files[f"{name}/adapter_config"]
 
 
-def _take_requests(trainer: Trainer, attempt: RunAttempt) -> list[CrowdChange]:
+def _take_requests(trainer: Trainer, attempt: Attempt) -> list[CrowdChange]:
     """On the main process: decide about the requests in the run's folder. They wait while the disk takes no record."""
     folder, decided, state = attempt.config.run_folder, [], trainer.state
     dropped = {state.agents[place].number for place in trainer.nonfinite.dropped(state)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,25 +25,23 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import monitored
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.trackers import require_installed
-from ci_llm.run.attempt import RunAttempt
-from ci_llm.run.boundary import contents_of, note_evaluation
-from ci_llm.run.conclusion import conclude, known_conclusion
+from ci_llm.run.boundary import call_event, contents_of, describe_stop, keys_to_go_on, outlook, position
 from ci_llm.run.crowd_changes import return_to
 from ci_llm.run.end.attempt import Attempt, end_at_once
 from ci_llm.run.end.emergency_save import EmergencySave
 from ci_llm.run.end.mirroring import require_store
 from ci_llm.run.end.result import Result, log_next_steps, push_result, write_page
 from ci_llm.run.end.watchdog import Stacks, Watchdog
+from ci_llm.run.evaluation import conclude, known_conclusion, note_evaluation
 from ci_llm.run.loop import steps, train
 from ci_llm.run.one_layer import choose_kernels, choose_threads, measure
-from ci_llm.run.report import call_event, describe_stop, keys_to_go_on, outlook, position
 from ci_llm.run.setup import build, check_folder, require_no_sweep
 from ci_llm.run.start import beginning
 from ci_llm.run.start.loading import Loaded
-from ci_llm.run.start.resume import Restored, Source, settle_precision
+from ci_llm.run.start.resume import Source, settle_precision
 from ci_llm.run.step.callbacks import Callbacks
 from ci_llm.run.step.state import TrainState
-from ci_llm.run.step.step_metrics import Learning, StepMetrics
+from ci_llm.run.step.step_metrics import Learning
 from ci_llm.run.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -76,7 +74,8 @@ def run_job(
         processes = meet(config, launch, interrupts)
     except StoppedBeforeMeeting as stop:
         logger.warning(str(stop))
-        reason, attempt = interrupts.stop_reason or "", Attempt(config, launch, CheckpointManager(config.run_folder))
+        attempt = Attempt(config, launch, CheckpointManager(config.run_folder), interrupts)
+        reason = interrupts.stop_reason or ""
         return Result("interrupted", attempt.stopped_before_it_began(reason), config.run_folder, reason=reason)
     result: Result | None = None
     try:
@@ -118,41 +117,39 @@ def run_among(
         within: the attempt at a sweep, which does the last act of this one.
     """
     log = RunLog(config.run_folder, is_main_process=processes.is_main_process, quiet=quiet)
-    manager = _manager_of(config, processes, interrupts)
-    attempt = RunAttempt(config, processes, interrupts, manager, log, callbacks)
+    attempt = Attempt(config, processes.launch, _manager_of(config, processes, interrupts), interrupts, log, callbacks)
     for note in [*(f"config    {line}" for line in sources), *processes.notes, *config.notices()]:
         logger.info(note)
     processes.patience = Patience(record=attempt.stopped_before_it_began)
     result: Result | None = None
-    trainer: Trainer | None = None
-    try:
+    with ExitStack() as ending:  # calls these from the last to the first, all of them, whatever one of them raises
+        ending.callback(log.close)
+        ending.callback(attempt.manager.close)
+        ending.callback(_do_last_act, attempt, within)  # training.log takes its line only while the folder is leased
         with ends_if_stopped(interrupts, processes.patience, config.interrupted_exit_code):
-            try:
-                start, requests = beginning.find_beginning(config, processes, manager, attempt.mirror)
-            except ProgressLost as error:
-                attempt.refused(error)
-                raise
-            before = None if start.source is None else start.source.config
-            config = settle_precision(config.settled_as(before), processes, before)
-            trainer = build(config, attempt, loaded, before, given)
-            trackers = _resume(trainer, attempt, start, requests)
-            start = replace(start, source=None)  # its tensors are in place
-            result = _to_the_end(trainer, attempt, start, trackers, alone=loaded is None)
-            return result
-    finally:
-        ended_by = sys.exc_info()[1]
-        with ExitStack() as ending:  # runs these from the last to the first, all of them, whatever one of them raises
-            if trainer is not None and loaded is not None:
+            trainer, start = _standing(config, processes, attempt, loaded, given)
+            if loaded is not None:
                 ending.callback(trainer.crowd.detach)
-            ending.callback(log.close)
-            ending.callback(manager.close)
-            if within is None:
-                ending.callback(attempt.last_act)  # training.log takes its line only while the folder is leased
-            else:
-                within.last_act = attempt.last_act
-            if trainer is not None:
-                ending.callback(attempt.mirror.end, result.status if result else None, ended_by)
+            ending.push(lambda _, error, __: attempt.mirror.end(result.status if result else None, error))
             ending.callback(log.finish_trackers)  # while the folder is still leased to this attempt
+            find = partial(known_conclusion, config.run_folder, trainer.state.step)
+            if (found := processes.on_main(find) if trainer.is_finished else None) is not None:
+                told = f"This run is complete at step {trainer.state.step}; nothing is left to do."
+                return _completed(trainer, found, told, alone=loaded is None)
+            with Stacks() as stacks:
+                batches = steps(trainer)  # forks its workers now, before the run has threads
+                _begin(trainer, attempt, start)
+                with attempt.recorded(lambda: trainer.state.step):
+                    _open(trainer, attempt)
+                    with _watched(trainer, attempt, stacks):
+                        call_event(trainer, attempt, "on_train_begin")
+                        stop = trainer.evaluator.vote.reason() or train(trainer, attempt, batches)
+                        if stop is None:
+                            stop, found = conclude(trainer, attempt)
+                        call_event(trainer, attempt, "on_train_end")
+                    attempt.settle(stop)
+            result = _ended(trainer, attempt, stop, found, alone=loaded is None)
+            return result
 
 
 def _manager_of(config: Config, processes: Processes, interrupts: Interrupts) -> CheckpointManager:
@@ -167,45 +164,24 @@ def _manager_of(config: Config, processes: Processes, interrupts: Interrupts) ->
     )
 
 
-def _to_the_end(
-    trainer: Trainer, attempt: RunAttempt, start: beginning.Start, trackers: Mapping[str, str], *, alone: bool
-) -> Result:
-    """Train and conclude a run that stands where it begins or resumes, unless nothing is left to do.
+def _do_last_act(attempt: Attempt, within: Attempt | None) -> None:
+    if within is None:
+        attempt.last_act()
+    else:
+        within.last_act = attempt.last_act
 
-    Args:
-        alone: people are told what to do next.
-    """
-    config, processes, interrupts, manager = trainer.config, trainer.processes, attempt.interrupts, attempt.manager
-    interrupts.describe_stop = partial(describe_stop, trainer, attempt.pace)
-    find = partial(known_conclusion, config.run_folder, trainer.state.step)
-    if (known := processes.on_main(find) if trainer.is_finished else None) is not None:
-        told = f"This run is complete at step {trainer.state.step}; nothing is left to do."
-        return _completed(trainer, known, told, alone=alone)
-    with Stacks() as stacks:
-        batches = steps(trainer)  # forks its workers now, before the run has threads
-        _begin(trainer, attempt, start, trackers)
-        found: Evaluation | None = None
-        with attempt.recorded(lambda: trainer.state.step):
-            _open(trainer, attempt)
-            manager.saver.connect()
-            with _watched(trainer, attempt, stacks):
-                call_event(trainer, attempt, "on_train_begin")
-                stop = trainer.evaluator.vote.reason() or train(trainer, attempt, batches)
-                if stop is None:
-                    stop, found = conclude(trainer, attempt)
-                call_event(trainer, attempt, "on_train_end")
-            manager.wait_until_finished()
-            attempt.log.report_save(manager.last_result)
-            attempt.mirror.settle(stop)
+
+def _ended(trainer: Trainer, attempt: Attempt, stop: str | None, found: Evaluation | None, *, alone: bool) -> Result:
+    """Record how the attempt has ended, tell people, and write the report."""
     if stop is not None:
         attempt.interrupted(stop)
-        result = Result("interrupted", trainer.state.step, config.run_folder, reason=stop)
+        result = Result("interrupted", trainer.state.step, trainer.config.run_folder, reason=stop)
     else:
         attempt.completed()
         but = f", but {warning}" if (warning := attempt.status.current.warning) else ""
         assert found is not None
         result = _completed(trainer, found, f"completed at step {trainer.state.step}{but}", alone=alone)
-    write_page(config, processes, interrupts, manager)
+    write_page(attempt)
     return result
 
 
@@ -218,67 +194,74 @@ def _completed(trainer: Trainer, found: Evaluation, told: str, *, alone: bool) -
     return Result("completed", trainer.state.step, trainer.config.run_folder, found)
 
 
-def _resume(
-    trainer: Trainer, attempt: RunAttempt, start: beginning.Start, requests: beginning.Requests
-) -> Mapping[str, str]:
-    """Bring the run to the checkpoint that it resumes from, if there is one, and apply the requests.
+def _standing(
+    config: Config, processes: Processes, attempt: Attempt, loaded: Loaded | None, given: Base | None
+) -> tuple[Trainer, beginning.Start]:
+    """The run where it begins or resumes, and how its folder has to change. A collective."""
+    try:
+        start, requests = beginning.find_beginning(config, processes, attempt.manager, attempt.mirror)
+    except ProgressLost as error:
+        attempt.refused(error)
+        raise
+    before = None if start.source is None else start.source.config
+    config = settle_precision(config.settled_as(before), processes, before)
+    trainer = build(config, processes, attempt, loaded, before, given)
+    _resume(trainer, attempt, start, requests)
+    return trainer, replace(start, source=None)  # its tensors are in place
 
-    Returns:
-        the ids under which trackers know the run.
-    """
-    _log_lines([start.note] if start.note else [])
-    restored = Restored(trainer.state)
+
+def _resume(trainer: Trainer, attempt: Attempt, start: beginning.Start, requests: beginning.Requests) -> None:
+    """Bring the run to the checkpoint that it resumes from, if there is one, and apply the requests."""
+    recorded: Any = {}
+    if start.note:
+        _log_line(start.note)
     if start.source is None:
         logger.info("resume    no checkpoint: a fresh start")
     else:
-        restored = _restore(trainer, start.source, start)
-        _log_lines(restored.lines)
-    attempt.metrics = StepMetrics(trainer.state.names, trainer.crowd.device)
-    if start.source is not None and start.is_own:  # else the interval was another run's
-        attempt.metrics.load(start.source.checkpoint.manifest.info)
+        _restore(trainer, attempt, start, start.source)
+        recorded = start.source.checkpoint.manifest.info["surroundings"]
     trainer.state = beginning.apply_requests(trainer.state, requests)
     trainer.crowd.storage.pass_per_agent |= trainer.state.recovery.pass_per_agent
     if trainer.state.recovery.recompute:
         trainer.crowd.gradient_checkpointing_enable()
-    _log_lines(
-        f"recovery: {line}"
-        for line in (*beginning.in_force(trainer.state, trainer.config.batch_size), *requests.recovery.because)
-    )
-    recorded: Any = start.source.checkpoint.manifest.info["surroundings"] if start.source else {}
-    _log_lines(f"kernels   {line}" for line in choose_kernels(trainer))
-    if line := choose_threads(trainer, attempt.interrupts, recorded):
-        logger.info(f"threads   {line}")
+    for line in (*beginning.in_force(trainer.state, trainer.config.batch_size), *requests.recovery.because):
+        _log_line(f"recovery: {line}")
+    for line in choose_kernels(trainer):
+        _log_line(f"kernels   {line}")
+    if told := choose_threads(trainer, attempt.interrupts, recorded):
+        logger.info(f"threads   {told}")
     if start.source is None:
         measure(trainer)
-    else:
-        attempt.exactness = trainer.checkpoint.restore_environment(
-            start.source, trainer.state, partial(measure, trainer)
-        )
-        _log_lines([f"exactness: {attempt.exactness}"])
-        _recover_evaluation(trainer, attempt, from_log=start.is_own)
-    return restored.trackers
+        return
+    restore = trainer.checkpoint.restore_environment
+    attempt.exactness = restore(start.source, trainer.state, partial(measure, trainer))
+    _log_line(f"exactness: {attempt.exactness}")
+    _recover_evaluation(trainer, attempt, from_log=start.is_own)
 
 
-def _restore(trainer: Trainer, source: Source, start: beginning.Start) -> Restored:
+def _restore(trainer: Trainer, attempt: Attempt, start: beginning.Start, source: Source) -> None:
     """Bring the run to the step of the checkpoint; order, length and schedule follow from it."""
     saved = TrainState.from_dict(source.checkpoint.state["train_state"])
     if saved.history.made:
         trainer.checkpoint.require_same_settings(source)  # before its agents look for their rows in these settings
     return_to(trainer, saved)
     restored = trainer.checkpoint.restore(source)
-    trainer.state = restored.state
+    trainer.state, attempt.log.known_tracker_state = restored.state, restored.trackers
+    step, last = trainer.state.step, trainer.total_steps
     if trainer.is_finished and not start.is_own:
-        raise beginning.nothing_to_train(trainer.state.step, trainer.total_steps, source.folder)
-    logger.info(f"resume    step {trainer.state.step} of {trainer.total_steps}, verified, from {source.shown}")
-    if trainer.state.step > trainer.total_steps:
+        raise beginning.nothing_to_train(step, last, source.folder)
+    if start.is_own:  # else the interval was another run's
+        trainer.metrics.load(source.checkpoint.manifest.info)
+    logger.info(f"resume    step {step} of {last}, verified, from {source.shown}")
+    if step > last:
         key = "epochs" if trainer.config.max_train_steps is None else "max_train_steps"
-        asked = f"the {trainer.total_steps} of {key}"
-        taken = f"this run has taken {trainer.state.step} steps already, more than {asked}"
+        taken = f"this run has taken {step} steps already, more than the {last} of {key}"
         logger.warning(f"{taken}: it ends here; restart_from=STEP goes back")
-    return restored
+    for line in restored.lines:
+        _log_line(line)
 
 
-def _recover_evaluation(trainer: Trainer, attempt: RunAttempt, *, from_log: bool) -> None:
+def _recover_evaluation(trainer: Trainer, attempt: Attempt, *, from_log: bool) -> None:
     """Take the evaluation after the present step from metrics.jsonl, if the checkpoint is older than it. A collective.
 
     Args:
@@ -294,14 +277,14 @@ def _recover_evaluation(trainer: Trainer, attempt: RunAttempt, *, from_log: bool
             note_evaluation(trainer, attempt, known)
 
 
-def _log_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        logger.info(f"          {line}")
+def _log_line(line: str) -> None:
+    logger.info(f"          {line}")
 
 
-def _begin(trainer: Trainer, attempt: RunAttempt, start: beginning.Start, trackers: Mapping[str, str]) -> None:
+def _begin(trainer: Trainer, attempt: Attempt, start: beginning.Start) -> None:
     """Lease the folder, prepare it as `start` says, start the trackers. A refusal here is not a failed attempt."""
-    config, processes, step = trainer.config, trainer.processes, trainer.state.step
+    config, processes, step, log = trainer.config, trainer.processes, trainer.state.step, attempt.log
+    attempt.interrupts.describe_stop = partial(describe_stop, trainer, attempt.pace)
 
     def prepare(number: int) -> None:
         for line in beginning.prepare(attempt.manager, start):
@@ -310,12 +293,14 @@ def _begin(trainer: Trainer, attempt: RunAttempt, start: beginning.Start, tracke
         attempt.mirror.begin(start.keeps, number)
 
     attempt.begin(processes, step, prepare)
-    begun_at: dict[str, Any] = {"resumed_from": step, "saved_state": trackers, "hyperparameters": config.model_dump()}
-    start_trackers = partial(attempt.log.start_trackers, processes.accelerator, config.report_to, **begun_at)
-    attempt.log.known_tracker_state = processes.on_main(start_trackers)
+    begun_at: dict[str, Any] = {"resumed_from": step, "hyperparameters": config.model_dump()}
+    begun_at["saved_state"] = log.known_tracker_state
+    log.known_tracker_state = processes.on_main(
+        partial(log.start_trackers, processes.accelerator, config.report_to, **begun_at)
+    )
 
 
-def _open(trainer: Trainer, attempt: RunAttempt) -> None:
+def _open(trainer: Trainer, attempt: Attempt) -> None:
     """Open the log of the attempt, write its first status, and remove the metrics of later steps."""
     config, processes, step = trainer.config, trainer.processes, trainer.state.step
     attempt.log.open(attempt.number, still_held=attempt.manager.store.holds_lease)
@@ -323,7 +308,7 @@ def _open(trainer: Trainer, attempt: RunAttempt) -> None:
     trainer.evaluator.at_most = processes.broadcast_object(last.evaluation_at_most if last else None)
     earlier = last if step else None
     known = (earlier.first_loss, earlier.warning) if earlier else ()
-    attempt.learning = Learning(trainer.state.names, trainer.total_steps, *known)
+    trainer.learning = Learning(trainer.state.names, trainer.total_steps, *known)
     attempt.status.update(
         total_steps=trainer.total_steps,
         agent_steps=trainer.state.agent_steps,
@@ -331,14 +316,14 @@ def _open(trainer: Trainer, attempt: RunAttempt) -> None:
         objective=objectives.measured_as(config),
         judged_by=trainer.evaluator.judged_by,
         micro_batch_size=trainer.micro_batch_size,
-        warning=attempt.learning.earlier,
-        first_loss=attempt.learning.first_loss,
+        warning=trainer.learning.earlier,
+        first_loss=trainer.learning.first_loss,
         exactness=attempt.exactness,
         evaluation_batch_size=trainer.evaluator.at_most,
     )
     trainer.evaluator.note = attempt.status.note
     if (at_most := trainer.evaluator.at_most) is not None:
-        _log_lines([f"recovery: at most {at_most} row(s) are evaluated at a time, as memory was short"])
+        _log_line(f"recovery: at most {at_most} row(s) are evaluated at a time, as memory was short")
     attempt.mirror.on_change = lambda state: attempt.status.update(mirror=state)
     if processes.is_main_process:
         attempt.log.metrics_file.truncate(step or -1, attempt.manager.store.staging)
@@ -348,10 +333,11 @@ def _open(trainer: Trainer, attempt: RunAttempt) -> None:
     attempt.log.begin_progress(position(trainer))
     asks = attempt.callbacks.hears("on_step_end", "on_log")  # perhaps on one process only
     attempt.callbacks.may_stop = any(processes.gather_object(asks))
+    attempt.manager.saver.connect()
 
 
 @contextmanager
-def _watched(trainer: Trainer, attempt: RunAttempt, stacks: Stacks) -> Iterator[None]:
+def _watched(trainer: Trainer, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
     """Watch the run within the block: hardware, walltime, grace and progress."""
 
     def step() -> int:
@@ -362,13 +348,12 @@ def _watched(trainer: Trainer, attempt: RunAttempt, stacks: Stacks) -> Iterator[
         contents, info = contents_of(trainer, attempt, generators)
         attempt.manager.saver.save_last(step(), contents, info=info, keep=trainer.kept_steps)
 
-    config, processes, interrupts, pace = trainer.config, trainer.processes, attempt.interrupts, attempt.pace
-    send = attempt.mirror.flush_before_kill
-    monitors, optimizer = config.monitor_gpu and processes.is_main_process, trainer.checkpoint.optimizer
+    config, processes = trainer.config, trainer.processes
+    watched = config.monitor_gpu and processes.is_main_process
     with (
-        monitored(config.run_folder, attempt.manager.store.holds_lease) if monitors else nullcontext(),
-        watch_walltime(config.max_runtime, processes.launch, pace, interrupts) as walltime,
-        EmergencySave(attempt, interrupts, pace, optimizer, walltime, step=step, save=save_last, send=send),
-        Watchdog(attempt, trainer.heartbeat, pace, step, stacks),
+        monitored(config.run_folder, attempt.manager.store.holds_lease) if watched else nullcontext(),
+        watch_walltime(config.max_runtime, processes.launch, attempt.pace, attempt.interrupts) as walltime,
+        EmergencySave(attempt, trainer.checkpoint.optimizer, walltime, step, save_last),
+        Watchdog(attempt, trainer.heartbeat, step, stacks),
     ):
         yield

@@ -1,9 +1,9 @@
 """The training loop: one optimizer step of all agents, from the rows of a batch to the weights after it. Read it first.
 
-`setup.py` builds the `Trainer`, and `job.py` hands it to `train` with the `RunAttempt` and the batches of `steps`.
+`setup.py` builds the `Trainer`, and `job.py` hands it to `train` with the `Attempt` and the batches of `steps`.
 Every step goes the same way, on all processes alike:
 
-1. An objective of pairs or rated rows learns what it has to know of the whole step (step/whole_step.py); agents that
+1. An objective of pairs or rated rows learns what it has to know of the whole step (whole_step.py); agents that
    learn by rewards draw their completions (step/rollout.py).
 2. Each process runs its micro-batches through the frozen base, forward and backward (step/gradients.py). A micro-batch
    takes one pass for all agents, or with `pass_per_agent` one pass for each, which gives an agent the bits that it has
@@ -36,11 +36,11 @@ from ci_llm.data.loader import any_number_of_workers, loader_of
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.distributed.processes import peer_errors
 from ci_llm.run.agreement import agree_on_gradients
-from ci_llm.run.attempt import RunAttempt
-from ci_llm.run.boundary import evaluate, save
+from ci_llm.run.boundary import call_event, report, save
 from ci_llm.run.crowd_changes import change_crowd
+from ci_llm.run.end.attempt import Attempt
+from ci_llm.run.evaluation import evaluate
 from ci_llm.run.one_layer import measure
-from ci_llm.run.report import call_event, report
 from ci_llm.run.step.nonfinite import findings_of
 from ci_llm.run.trainer import Prepared, Trainer
 
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 Batches: TypeAlias = Iterator[tuple[int, list[MicroBatch]]]
 
 
-def train(trainer: Trainer, attempt: RunAttempt, batches: Batches) -> str | None:
+def train(trainer: Trainer, attempt: Attempt, batches: Batches) -> str | None:
     """Train from where `trainer.state` stands to the last step, or until patience with the evaluations has run out.
 
     Args:
@@ -59,7 +59,7 @@ def train(trainer: Trainer, attempt: RunAttempt, batches: Batches) -> str | None
         None at the last step, or the reason for which the run was asked to stop; either way that step is saved.
     """
     trainer.checkpoint.last_good.begin(trainer.state.step)
-    attempt.metrics.restart_clock()
+    trainer.metrics.restart_clock()
     stop = evaluate(trainer, attempt) if trainer.evaluation_missed else None
     for step, micro_batches in batches if stop is None and not trainer.is_finished else ():
         attempt.pace.begin_step()
@@ -70,12 +70,11 @@ def train(trainer: Trainer, attempt: RunAttempt, batches: Batches) -> str | None
             trainer.state.loss_scale,
             known_bad=known_bad,
             dropped=trainer.nonfinite.dropped(trainer.state),
-            own_rows=trainer.courses.are_own,
         )
         norms = apply_gradients(trainer, step, verdict, findings.left_out)
         num_rows = trainer.courses.num_rows_of(step)
         state = trainer.state.advance(num_rows, findings.tokens, findings.left_out, findings.overflowed)
-        trainer.state = trainer.nonfinite.respond(state, trainer.courses.rows_of_step, findings)
+        trainer.state = trainer.nonfinite.respond(state, trainer.courses, findings)
         attempt.status.update(step=trainer.state.step)
         attempt.pace.end_step(attempt.manager.last_result)
         trainer.heartbeat.tick()

@@ -1,19 +1,26 @@
-"""One layer and the head of a run, computed by themselves: the digest that a resume compares, and the trial of kernels.
+"""One layer and the head of a run, computed by themselves: the digest that a resume compares, and trials.
 
 The digest shows whether a machine gives the bits that another one gave. The names of versions and devices do not show
 that: a library picks its kernels by what it finds, and may pick others under the same names. So one decoder layer and
 the head are computed, forward and backward, on fixed tokens and by the code that trains. A resumed run is called
 bitwise only where names and digest are both those of the checkpoint.
 
-The trial decides which fast kernels a run uses. Rows with lengths of the run are computed plainly, and with each part
+One trial decides which fast kernels a run uses. Rows with lengths of the run are computed plainly, and with each part
 of `ci_llm/lora/kernels.py`. A part whose losses or gradients differ from those of the family's own code stays plain.
+
+Another one takes the fastest of a few numbers of CPU threads: more than a small base can use make a step slower, as
+each operation waits for the last of them. The number decides bits. So a second start takes what the first one found,
+from the user's cache, and a resume what its checkpoint says.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -26,10 +33,12 @@ from ci_llm.checkpoints.manifest import digest
 from ci_llm.config import Config
 from ci_llm.config.own_keys import AUTO
 from ci_llm.core import determinism
+from ci_llm.core.durable import make_folders, read_object, write_json
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.core.numerics import FAST, PLAIN, names, names_of_all
+from ci_llm.core.remote import cache_folder
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.data.agent_rows import Courses, sampled
+from ci_llm.data.agent_rows import sampled
 from ci_llm.data.batches import MicroBatch, Owned, pack
 from ci_llm.data.encoder import Example
 from ci_llm.distributed.processes import Processes
@@ -37,7 +46,6 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.passes import describe_error, distance, tolerance
 from ci_llm.lora.reading import compute_dtype
-from ci_llm.run import thread_trial
 from ci_llm.run.trainer import Trainer
 
 T = TypeVar("T")
@@ -47,7 +55,7 @@ MOST_TOKENS: Final = 512  # of the fixed rows: as many as show which kernels are
 WEIGHTS_UP_TO: Final = 0.05  # of the fixed agents: with B = 0 half of their products would be zero
 NOT_A_STEP: Final = -1  # keys what is drawn
 TRIAL_TOKENS: Final = 128  # of the rows of the trial
-TRIAL_TARGETS: Final = 8  # of a row: with a large vocabulary they are what costs
+TRIAL_TARGETS: Final = 8  # of a row: with all of them, a large vocabulary would outweigh the layer
 
 
 def measure(trainer: Trainer, lengths: Sequence[int] = ()) -> None:
@@ -94,9 +102,9 @@ def choose_threads(trainer: Trainer, interrupts: Interrupts, recorded: Mapping[s
     how = [kernels_of(config, crowd), crowd.storage.pass_per_agent, lengths, crowd.storage.sizes]
     like = {**names(crowd.device)["machine"], "base": [base, config.mixed_precision], "how": how}
     own_rows = trainer.courses.are_own
-    batch = fixed_batch(crowd, lengths, own_rows=own_rows, most_targets=thread_trial.TARGETS)
+    batch = fixed_batch(crowd, lengths, own_rows=own_rows, most_targets=TRIAL_TARGETS)
     once = partial(layer_digest, crowd, batch, _train(trainer))
-    return thread_trial.choose_threads(once, like, processes, interrupts)
+    return try_threads(once, like, processes, interrupts)
 
 
 def _train(trainer: Trainer) -> Train:
@@ -105,14 +113,9 @@ def _train(trainer: Trainer) -> Train:
 
 
 def _lengths(trainer: Trainer) -> list[int]:
-    return longest_lengths(trainer.courses, trainer.micro_batch_size)
-
-
-def longest_lengths(courses: Courses, count: int) -> list[int]:
-    """Tokens of each row of the longest micro-batch of `count` rows, by a sample; at most `MOST_TOKENS` in all."""
-    each = [course.rows for course in courses.each]
-    lengths: list[int] = []
-    for length in sorted((len(row.input_ids) for row in sampled(each)), reverse=True)[:count]:
+    """Tokens of each row of the longest micro-batch, by a sample; at most `MOST_TOKENS` in all."""
+    each, lengths = [course.rows for course in trainer.courses.each], list[int]()
+    for length in sorted((len(row.input_ids) for row in sampled(each)), reverse=True)[: trainer.micro_batch_size]:
         if sum(lengths) + min(length, MOST_TOKENS) <= MOST_TOKENS:
             lengths.append(min(length, MOST_TOKENS))
     return lengths
@@ -177,11 +180,28 @@ def _bytes(tensor: Tensor) -> bytes:
 
 @contextmanager
 def _fixed(crowd: Crowd, *, alone: bool) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """One layer, or the whole base, and its trainable parameters, which have fixed numbers within the block."""
+    """One layer, or the whole base, and its trainable parameters, which have fixed numbers within the block.
+
+    Afterwards everything is as it was before.
+    """
+    storage, training, generators = crowd.storage, crowd.training, determinism.capture()
+    key, draw = storage.dropout.micro_step, torch.Generator().manual_seed(0)
     with one_layer(crowd) if alone else nullcontext(text_model(crowd.model)) as layer:
         trained = [each for each in layer.parameters() if each.requires_grad]
-        with without_a_trace(crowd, trained):
+        kept = [each.detach().clone() for each in trained]
+        try:
+            with torch.no_grad():
+                for each in trained:
+                    each.copy_(torch.empty(each.shape).uniform_(-WEIGHTS_UP_TO, WEIGHTS_UP_TO, generator=draw))
             yield layer, trained
+        finally:
+            with torch.no_grad():
+                for each, numbers in zip(trained, kept, strict=True):
+                    each.copy_(numbers)
+            storage.take_gradients_away()
+            storage.dropout.micro_step = key
+            crowd.train(training)
+            determinism.restore(generators)
 
 
 @contextmanager
@@ -196,27 +216,6 @@ def one_layer(crowd: Crowd) -> Iterator[nn.Module]:
         yield layer
     finally:
         model.set_submodule(name, every)
-
-
-@contextmanager
-def without_a_trace(crowd: Crowd, trained: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Give these parameters fixed numbers within the block; afterwards everything is as it was before."""
-    storage, training, generators = crowd.storage, crowd.training, determinism.capture()
-    kept, key = [each.detach().clone() for each in trained], storage.dropout.micro_step
-    draw = torch.Generator().manual_seed(0)
-    try:
-        with torch.no_grad():
-            for each in trained:
-                each.copy_(torch.empty(each.shape).uniform_(-WEIGHTS_UP_TO, WEIGHTS_UP_TO, generator=draw))
-        yield
-    finally:
-        with torch.no_grad():
-            for each, numbers in zip(trained, kept, strict=True):
-                each.copy_(numbers)
-        storage.take_gradients_away()
-        storage.dropout.micro_step = key
-        crowd.train(training)
-        determinism.restore(generators)
 
 
 Found = list[Tensor] | str  # losses and gradients, or why there are none
@@ -302,3 +301,78 @@ def _losses_and_gradients(
             return [sums, *(each.grad.clone() for each in trained if each.grad is not None)]
         finally:
             crowd.compute_fast(())
+
+
+#: Each number is tried so often, in turns, and its shortest time counts: what else the machine does only adds to it.
+ROUNDS: Final = 3
+
+
+#: The smallest number that takes at most so many times as long as the fastest one is taken.
+AS_FAST: Final = 1.05
+
+
+#: A round goes down the numbers until one takes so many times as long: one thread may take minutes on a large base.
+FAR_SLOWER: Final = 3.0
+
+
+def try_threads(
+    once: Callable[[], object], like: Mapping[str, Any], processes: Processes, interrupts: Interrupts
+) -> str | None:
+    """Set the fastest number of threads, the same on all processes; returns a line for people. A collective.
+
+    Args:
+        once: forward and backward on rows like those of the run, without an effect on it.
+        like: what the choice depends on, beside the number of cores.
+
+    Returns:
+        None if all stays as it was: the number is given, there is one core, memory ran out, or a stop is requested.
+    """
+    most = min(processes.gather_object(processes.launch.threads_per_process if processes.chooses_threads else 1))
+    if most == 1:
+        return None
+    counts, before = [*(1 << power for power in range((most - 1).bit_length())), most], torch.get_num_threads()
+    record = cache_folder("threads") / f"{digest([repr((like, most)).encode()])}.json"
+    if (known := processes.broadcast_object(_known(record))) in counts:
+        torch.set_num_threads(known)
+        return f"{known} of {most} cores, as an earlier start found: {record}"
+    seconds = _tried(counts, once, processes, interrupts)
+    taken = min((n for n in seconds if seconds[n] <= AS_FAST * min(seconds.values())), default=before)
+    torch.set_num_threads(taken)
+    if not seconds:
+        return None
+    took = ", ".join(f"{count}: {each * 1000:.3g} ms" for count, each in seconds.items() if each < math.inf)
+    line = f"{taken} of {most} cores, by a trial of one layer ({took}); cpu_threads=N is another number"
+    if processes.is_main_process:
+        try:
+            make_folders(record.parent)
+            write_json(record, {**like, "cores": most, "threads": taken})
+        except OSError as error:
+            line += f"; the next start tries again, as {record.parent} cannot be written: {error.strerror}"
+    return line
+
+
+def _tried(counts: list[int], once: Callable[[], object], processes: Processes, asked: Interrupts) -> dict[int, float]:
+    """The shortest time of each number, on the slowest process; {} if memory ran out or a stop was requested."""
+    shortest = dict.fromkeys(counts, math.inf)
+    for _ in range(ROUNDS):
+        for count in reversed(counts):
+            torch.set_num_threads(count)
+            begun = time.perf_counter()
+            _, complaint = unless_out_of_memory(once)
+            processes.follow()  # a process that ran out of memory owes its peers the rest of their gathers
+            own = time.perf_counter() - begun, complaint or asked.stop_reason
+            seconds, reasons = zip(*processes.gather_object(own), strict=True)
+            if any(reasons):
+                return {}
+            shortest[count] = min(shortest[count], max(seconds))
+            if max(seconds) > FAR_SLOWER * min(shortest.values()):
+                break
+    return shortest
+
+
+def _known(record: Path) -> Any:
+    """What an earlier start kept; None if it is missing or cannot be read."""
+    try:
+        return read_object(record).get("threads")
+    except (OSError, ValueError):
+        return None

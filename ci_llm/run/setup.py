@@ -16,7 +16,6 @@ from torch.utils import deterministic
 
 from ci_llm.base.load import Base
 from ci_llm.base.targets import absent_targets
-from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
 from ci_llm.core.run_folder import OF_A_RUN, SWEEP
@@ -29,18 +28,17 @@ from ci_llm.data.sources import row_kind
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
-from ci_llm.run.attempt import RunAttempt
-from ci_llm.run.end.watchdog import Heartbeat
+from ci_llm.run.end.attempt import Attempt
 from ci_llm.run.start import agent_settings, loading
 from ci_llm.run.start.cost_model import settle
-from ci_llm.run.start.optimizer import optimizer_of
 from ci_llm.run.start.resume import RunCheckpoint
-from ci_llm.run.step.evaluator import Evaluator, StopVote
-from ci_llm.run.step.nonfinite import NonFiniteResponse
-from ci_llm.run.step.nonfinite_policy import Bounds
+from ci_llm.run.step.evaluator import Evaluator
+from ci_llm.run.step.nonfinite import LastGood, NonFiniteResponse
 from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.rollout import Rollouts
-from ci_llm.run.step.state import LastGood, TrainState, Validation
+from ci_llm.run.step.rounds import Heartbeat, StopVote
+from ci_llm.run.step.state import Bounds, TrainState, Validation
+from ci_llm.run.step.step_metrics import Learning, StepMetrics
 from ci_llm.run.trainer import Prepared, Trainer
 
 logger = logging.getLogger(__name__)
@@ -90,7 +88,8 @@ def check_folder(folder: Path) -> None:
 
 def build(
     config: Config,
-    attempt: RunAttempt,
+    processes: Processes,
+    attempt: Attempt,
     loaded: loading.Loaded | None = None,
     before: Config | None = None,
     given: Base | None = None,
@@ -105,7 +104,6 @@ def build(
     Raises:
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
-    processes = attempt.processes
     set_determinism(config)
     loaded = (loaded or loading.load(config, processes, before, given)).for_agents(config.num_agents)
     base, rows = loaded.base, loaded.rows
@@ -117,12 +115,15 @@ def build(
     crowd = build_crowd(config, base, processes)
     crowd.prompter = Prompter(base.tokenizer, loading.common_form(config, rows))
     loading.describe_rows(config, rows, eval_rows)
-    return assemble(config, attempt, base, crowd, loading.training_rows(config, rows), eval_rows, loaded.judged)
+    return assemble(
+        config, processes, attempt, base, crowd, loading.training_rows(config, rows), eval_rows, loaded.judged
+    )
 
 
 def assemble(
     config: Config,
-    attempt: RunAttempt,
+    processes: Processes,
+    attempt: Attempt,
     base: Base,
     crowd: Crowd,
     rows: Sequence[TokenizedRows],
@@ -130,12 +131,18 @@ def assemble(
     judged: Sequence[TokenizedRows] = (),
 ) -> Trainer:
     """The trainer at step 0, of parts that are ready; for `judged` see `Loaded`."""
-    processes, manager, heartbeat = attempt.processes, attempt.manager, Heartbeat()
+    heartbeat, holds_lease = Heartbeat(), attempt.manager.store.holds_lease
     rows_per_step = config.rows_per_step(processes.num_processes)
     steps = loading.steps_of(config, [*map(len, rows)], rows_per_step)
+    state = TrainState.of_agents(
+        config.num_agents,
+        rows_per_step=rows_per_step,
+        loss_scale=INITIAL_LOSS_SCALE if config.mixed_precision == "fp16" else None,
+        validation=Validation(config.metric_for_best_model),
+    )
     agent_settings.prepare_agents(crowd.agents, config, rows, rows_per_step, steps)
-    optimizer = optimizer_of(config, crowd)
-    manager.watch(optimizer)
+    optimizer = agent_settings.optimizer_of(config, crowd)
+    attempt.manager.watch(optimizer)
     last_good = LastGood(crowd.storage.rows, optimizer)
     memory = MemoryRelief(config, base, crowd, processes.num_processes)
     objective = agent_settings.objective_of(config, crowd, processes.num_processes)
@@ -150,32 +157,17 @@ def assemble(
         checkpoint=RunCheckpoint(
             config, base, crowd, optimizer, rows, tokenizer_files(base.tokenizer), last_good, processes
         ),
-        state=_first_state(config, rows_per_step),
+        state=state,
         total_steps=steps,
-        nonfinite=_nonfinite_response(config, last_good, processes, manager),
+        nonfinite=NonFiniteResponse(
+            Bounds(), last_good, config.run_folder, holds_lease, drops_agents=config.trial_steps is not None
+        ),
         memory=memory,
         evaluator=evaluator,
         heartbeat=heartbeat,
         rollouts=Rollouts(Drawer(crowd, heartbeat.tick), processes),
-    )
-
-
-def _nonfinite_response(
-    config: Config, last_good: LastGood, processes: Processes, manager: CheckpointManager
-) -> NonFiniteResponse:
-    def may_write() -> bool:
-        return processes.is_main_process and manager.store.holds_lease()
-
-    drops = config.trial_steps is not None
-    return NonFiniteResponse(Bounds(), last_good, config.run_folder, may_write, drops_agents=drops)
-
-
-def _first_state(config: Config, rows_per_step: int) -> TrainState:
-    return TrainState.of_agents(
-        config.num_agents,
-        rows_per_step=rows_per_step,
-        loss_scale=INITIAL_LOSS_SCALE if config.mixed_precision == "fp16" else None,
-        validation=Validation(config.metric_for_best_model),
+        metrics=StepMetrics(state.names, crowd.device),
+        learning=Learning(state.names, steps),
     )
 
 

@@ -1,6 +1,6 @@
 """`Trainer`: what trains the agents of a run, and the state that moves with every step.
 
-`setup.py` joins its parts. What an attempt does beside training is the `RunAttempt`'s: log, mirror, signals.
+`setup.py` joins its parts. What is beside the training is the `Attempt`'s: log, mirror, signals.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import TrainedObjective
 from ci_llm.data.agent_rows import Courses
 from ci_llm.distributed.processes import Processes
-from ci_llm.run.end.watchdog import Heartbeat
+from ci_llm.run.start.agent_settings import config_of
 from ci_llm.run.start.resume import RunCheckpoint
-from ci_llm.run.step.evaluator import Evaluator, kept_steps
+from ci_llm.run.step.evaluator import Evaluator
 from ci_llm.run.step.gradients import TrainingPasses
-from ci_llm.run.step.members import config_of
 from ci_llm.run.step.nonfinite import NonFiniteResponse
 from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.rollout import Rollouts
+from ci_llm.run.step.rounds import Heartbeat
 from ci_llm.run.step.state import TrainState
+from ci_llm.run.step.step_metrics import Learning, StepMetrics
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Trainer:
         nonfinite: responds to numbers that are not finite.
         memory: responds where memory runs out.
         rollouts: draws what agents learn from, where the objective asks for it.
+        metrics: the steps since the last line of metrics.
+        learning: tells whether the agents learn.
     """
 
     config: Config
@@ -74,6 +77,8 @@ class Trainer:
     evaluator: Evaluator
     heartbeat: Heartbeat
     rollouts: Rollouts
+    metrics: StepMetrics
+    learning: Learning
 
     @property
     def courses(self) -> Courses:
@@ -120,27 +125,28 @@ class Trainer:
 
     @property
     def is_finished(self) -> bool:
-        """Whether no step is left: the last one is taken, or patience with the evaluations has run out."""
+        """True if no step is left: the last one is taken, or patience with the evaluations has run out."""
         return self.is_out_of_patience or self.state.step >= self.total_steps
 
     @property
     def is_out_of_patience(self) -> bool:
-        """Whether early stopping ends the run here."""
+        """True if early stopping ends the run here."""
         patience = self.config.early_stopping_patience
         return patience is not None and self.state.validation.without_better >= patience
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether an evaluation follows the step just taken; the last step is evaluated by `conclude`."""
+        """True if an evaluation follows the step just taken; the last step is evaluated by `conclude`."""
         every, step = self.config.eval_steps, self.state.step
         return every is not None and step < self.total_steps and step % every == 0
 
     @property
     def evaluation_missed(self) -> bool:
-        """Whether the attempt before ended between the present step and the evaluation that was due after it."""
+        """True if the attempt before ended between the present step and the evaluation that was due after it."""
         return self.state.step > 0 and self.evaluation_due and self.state.validation.step != self.state.step
 
     @property
     def kept_steps(self) -> set[int]:
         """The steps whose checkpoints stay, because they are the best ones."""
-        return {*kept_steps(self.config, self.state.validation)}
+        best = self.state.validation.best_step
+        return {best} if self.config.keeps_best and best is not None else set()

@@ -22,8 +22,7 @@ from ci_llm.crowd.given_path import META
 from ci_llm.distributed.precision import CHOICES
 from ci_llm.errors import CheckpointError, ForeignCheckpoint
 from ci_llm.run.start.resume import Source
-from ci_llm.run.step.nonfinite_policy import RecoveryState
-from ci_llm.run.step.state import TrainState, Validation
+from ci_llm.run.step.state import RecoveryState, TrainState, Validation
 
 _NUMBERED: Final = re.compile(r"agent(\d+)(/.*)?")
 

@@ -228,7 +228,7 @@ class SweepRunner:
         loaded = self._load(processes)
         sweep = Sweep.of(self._reading, processes.on_main, partial(self._plan, loaded, processes))
         manager = CheckpointManager(self._folder, processes=processes, interrupts=self._interrupts)
-        attempt = Attempt(self._reading.config, self._launch, manager)
+        attempt = Attempt(self._reading.config, self._launch, manager, self._interrupts)
         try:
             attempt.begin(processes, _steps_done(sweep))
             decided = sweep.standings.plan
@@ -244,7 +244,7 @@ class SweepRunner:
                 attempt.completed()
             else:
                 attempt.interrupted(stop)
-            write_page(self._reading.config, processes, self._interrupts, manager)
+            write_page(attempt)
             return sweep, stop
         finally:
             try:

@@ -12,7 +12,7 @@ import pytest
 
 from ci_llm.cli.main import main
 from ci_llm.core.run_status import RunStatus, last_status
-from ci_llm.run.step.members import decide, is_waiting, read_waiting
+from ci_llm.run.step.requests import decide, is_waiting, read_waiting
 from tests.support.messages import Messages
 from tools.testbed.events import DEADLINE_S
 

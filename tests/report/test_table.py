@@ -11,7 +11,7 @@ from ci_llm.cli.main import main
 from ci_llm.core.evaluation_file import Evaluation
 from ci_llm.report.page import write_report
 from ci_llm.report.scores import notes, table
-from ci_llm.run.step.evaluator import result_metrics
+from ci_llm.run.evaluation import result_metrics
 from tests.report.folders import evaluation, leave_run, prediction
 from tests.report.test_page import text_of
 

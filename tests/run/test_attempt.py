@@ -24,11 +24,11 @@ from ci_llm.run.end import attempt
 
 def attempt_at_its_end(folder: Path, steps: list[int], began_at: int = 0, trained: int = 0) -> attempt.Attempt:
     """An attempt that is about to end, of a run with checkpoints of these steps."""
-    config: Any = SimpleNamespace(run_folder=folder, requeue="auto")
+    config: Any = SimpleNamespace(run_folder=folder, requeue="auto", mirror=None)
     store = SimpleNamespace(holds_lease=lambda: True)
     manager: Any = SimpleNamespace(all_steps=lambda: steps, store=store, wait_until_finished=lambda: None)
     log: Any = SimpleNamespace(end_progress=lambda: None)  # an interruption is reported by the loggers
-    ending = attempt.Attempt(config, launch("python"), manager, log)
+    ending = attempt.Attempt(config, launch("python"), manager, log, log)
     ending.number, ending.began_at, ending.status = 1, began_at, RunStatus(folder, 1)
     ending.status.update(step=trained)
     return ending

@@ -18,7 +18,7 @@ from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.core.evaluation_file import Best
 from ci_llm.core.run_status import read_status
 from ci_llm.errors import CheckpointError
-from ci_llm.run.step.evaluator import result_of
+from ci_llm.run.evaluation import result_of
 from ci_llm.run.step.state import TrainState, Validation
 from tests.support.campaign import sampled
 from tools.testbed.trials import Cell, Fate, Trials, account, differences

@@ -30,18 +30,12 @@ class BrokenOnce(CachedDisk):
 
 
 def emergency_save(manager: CheckpointManager) -> EmergencySave:
-    config: Any = SimpleNamespace(run_folder=manager.directory, interrupted_exit_code=75)
-    attempt: Any = Attempt(config, Launch("python"), manager)
+    config: Any = SimpleNamespace(run_folder=manager.directory, interrupted_exit_code=75, mirror=None)
+    attempt: Any = Attempt(config, Launch("python"), manager, SimpleNamespace())
     attempt.processes = SimpleNamespace(is_main_process=True, num_processes=1, device=torch.device("cpu"))
     other: Any = SimpleNamespace()  # what only a run that trains uses
     return EmergencySave(
-        attempt,
-        other,
-        other,
-        other,
-        other,
-        step=lambda: 7,
-        save=lambda _: manager.saver.save_last(7, {"w": torch.ones(3)}, info={}) and None,
+        attempt, other, other, lambda: 7, lambda _: manager.saver.save_last(7, {"w": torch.ones(3)}, info={}) and None
     )
 
 
@@ -88,12 +82,12 @@ def test_the_job_is_requeued_after_everything_was_sent(monkeypatch: pytest.Monke
         finish_save_in_flight=lambda: None,
         interrupted=done.append,
         last_act=lambda: done.append("put back"),
+        interrupts=SimpleNamespace(stop_reason="walltime"),
+        pace=SimpleNamespace(),
+        mirror=SimpleNamespace(flush_before_kill=send),
     )
-    interrupts: Any = SimpleNamespace(stop_reason="walltime")
     other: Any = SimpleNamespace()
-    EmergencySave(
-        attempt, interrupts, other, other, other, step=lambda: 7, save=lambda _: None, send=send
-    )._save_and_exit()
+    EmergencySave(attempt, other, other, lambda: 7, lambda _: None)._save_and_exit()
     assert done == ["walltime", "sent", "put back", 75]
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.cluster.deadline import Pace
 from ci_llm.cluster.launch import Launch
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
@@ -22,7 +21,8 @@ from ci_llm.crowd import generation, scoring
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoder import Decoder, Request
 from ci_llm.run.end.attempt import Attempt
-from ci_llm.run.end.watchdog import FIRST_S, LEAST_S, TIMES, Heartbeat, SilenceTimer, Stacks, Watchdog
+from ci_llm.run.end.watchdog import FIRST_S, LEAST_S, TIMES, SilenceTimer, Stacks, Watchdog
+from ci_llm.run.step.rounds import Heartbeat
 from tests.support.faults import KEYS, Fault, fired, said, train, train_with_faults, wrap
 from tools.testbed.forkserver import ForkServer
 
@@ -71,13 +71,13 @@ def test_a_hang_is_reported_although_the_disk_refuses_every_write(
 ) -> None:
     (tmp_path / "attempts").write_text("no folder can be made here")
     ends: list[str] = []
-    config: Any = SimpleNamespace(run_folder=tmp_path)
-    attempt: Any = Attempt(config, Launch("python"), CheckpointManager(tmp_path))
+    config: Any = SimpleNamespace(run_folder=tmp_path, mirror=None)
+    attempt: Any = Attempt(config, Launch("python"), CheckpointManager(tmp_path), SimpleNamespace())
     attempt.number, attempt.processes = 1, SimpleNamespace(process_index=0)
     attempt.status = SimpleNamespace(finish=lambda status, *_: ends.append(status))
     with Stacks() as stacks_on_demand, pytest.MonkeyPatch.context() as patch:
         patch.setattr("ci_llm.run.end.attempt.command_line", lambda _: "again")
-        watchdog = Watchdog(attempt, Heartbeat(), Pace(), lambda: 4, stacks_on_demand)
+        watchdog = Watchdog(attempt, Heartbeat(), lambda: 4, stacks_on_demand)
         watchdog._report("no progress for 3 s")
     assert "no progress for 3 s" in capfd.readouterr().err
     assert "in test_a_hang_is_reported_although_the_disk_refuses_every_write" in (tmp_path / "training.log").read_text()

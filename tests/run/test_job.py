@@ -24,8 +24,6 @@ from ci_llm.core import numerics
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.crowd import publishing
-from ci_llm.data.batches import pack
-from ci_llm.data.tokens import Example
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.logs.run_log import RunLog
@@ -518,11 +516,3 @@ def test_a_disk_that_is_full_at_the_start_is_recorded_as_a_failure(run: Path, mo
         assert train(run, "max_train_steps=8") == 1
     assert read_status(run).attempt == 2, "the third one has not begun"
     assert train(run, "max_train_steps=8") == 0
-
-
-def test_the_loss_counts_labels_only_and_is_shifted_by_one() -> None:
-    """The first CI-LLM had two mistakes: a loss for copying the input token, and a loss on the question."""
-    example = Example(*(torch.tensor(x).numpy() for x in ([5, 6, 7, 8], [False, False, True, True])))
-    packed = pack([example, example], [0, 1])
-    assert packed.predict_from.tolist() == [1, 2, 5, 6]
-    assert packed.targets.tolist() == [7, 8, 7, 8]

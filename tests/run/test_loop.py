@@ -15,8 +15,7 @@ from ci_llm.crowd.objective import NextToken
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.run.loop import apply_gradients
 from ci_llm.run.step.nonfinite import HUGE, nonfinite_here
-from ci_llm.run.step.nonfinite_policy import AgentRecovery
-from ci_llm.run.step.state import AgentState, TrainState
+from ci_llm.run.step.state import AgentRecovery, AgentState, TrainState
 from ci_llm.run.trainer import Prepared, Trainer
 from tests.lora.test_adapters import K, crowd_of, peft_twin
 from tests.support.peft_twins import peft_loss

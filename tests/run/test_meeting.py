@@ -29,7 +29,7 @@ def train(words: list[str], place: str | None = None, says: str = "", held: bool
     """A trial for the fork server: a trainer that says at once what it waits for, and that it comes to a place.
 
     Args:
-        held: whether it does no more from there.
+        held: it does no more from there.
     """
 
     def come() -> None:

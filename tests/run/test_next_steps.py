@@ -6,14 +6,12 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import load_config
-from ci_llm.run.end.attempt import command_line
 from ci_llm.run.end.result import next_steps
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +28,7 @@ def suggested(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, list[s
         monkeypatch.setattr(sys, "orig_argv", ["python", "train.py", *words])
         launch = Launch("python", 1, 0, 0, 1, None, {}, arguments=words)
         config = load_config("configs.yaml", [word for word in words if word != "--continue"])
-        lines = next_steps(config, partial(command_line, launch))
+        lines = next_steps(config, launch)
         commands = {line[:10].strip(): shlex.split(line[11:].split("   ")[0]) for line in lines if "train.py" in line}
         return {name: command[command.index("train.py") + 1 :] for name, command in commands.items()}
 

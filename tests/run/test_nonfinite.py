@@ -13,7 +13,7 @@ from ci_llm.config import Config
 from ci_llm.core.run_folder import Recovery, read_failures, write_recovery
 from ci_llm.core.run_status import read_status
 from ci_llm.distributed.ballot import Verdict
-from ci_llm.run.start import optimizer
+from ci_llm.run.start.agent_settings import schedule
 from ci_llm.run.step.nonfinite import findings_of
 from tests.support.faults import KEYS, Fault, fired, metrics, said, train, train_with_faults, weights
 from tools.testbed.forkserver import ForkServer
@@ -150,8 +150,8 @@ def test_a_dropped_agent_has_no_effect_on_decisions_about_the_others() -> None:
 
 def test_the_schedule_of_a_trial_ends_with_a_whole_trial_and_keeps_the_last_rate() -> None:
     """Three steps with a schedule of eight have its first three rates; steps after its end keep the last rate."""
-    whole = optimizer.schedule(Config(learning_rate=1e-3, num_warmup_steps=2), 8)
-    part = optimizer.schedule(Config(learning_rate=1e-3, num_warmup_steps=2).of_trials(8, {}), 3)
+    whole = schedule(Config(learning_rate=1e-3, num_warmup_steps=2), 8)
+    part = schedule(Config(learning_rate=1e-3, num_warmup_steps=2).of_trials(8, {}), 3)
     assert [part(step) for step in range(8)] == [whole(step) for step in range(8)]
     assert part(20) == part(8)
 

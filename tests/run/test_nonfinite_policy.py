@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from ci_llm.core.run_folder import BadBatch
 from ci_llm.run.step.nonfinite import Findings
-from ci_llm.run.step.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
-from ci_llm.run.step.state import TrainState
+from ci_llm.run.step.state import AgentRecovery, Bounds, RecoveryState, TrainState
 
 BOUNDS = Bounds(lr_divisor=2.0, max_in_a_row=3, good_after=4)
 

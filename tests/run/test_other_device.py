@@ -21,7 +21,8 @@ from ci_llm.distributed.precision import Speed
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.run.setup import set_determinism
 from ci_llm.run.start.resume import RunCheckpoint
-from ci_llm.run.step.state import TrainState, placed
+from ci_llm.run.step.nonfinite import placed
+from ci_llm.run.step.state import TrainState
 from tests.support.small_run import WORDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]

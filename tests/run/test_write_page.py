@@ -14,16 +14,13 @@ from ci_llm.run.end.result import write_page
 from tests.report.folders import leave_run
 
 
-def run(
-    folder: Path, *, told_s_ago: float | None = None, is_main_process: bool = True, held: bool = True, **keys: Any
-) -> Any:
-    """The arguments of `write_page` for a run that stopped `told_s_ago` seconds ago."""
-    told_at = None if told_s_ago is None else time.monotonic() - told_s_ago
-    return (
-        Config(output_dir=str(folder), **keys),
-        SimpleNamespace(is_main_process=is_main_process, launch=SimpleNamespace(kill_delay_s=float("inf"))),
-        SimpleNamespace(stop_requested_at=told_at),
-        SimpleNamespace(store=SimpleNamespace(holds_lease=lambda: held)),
+def run(folder: Path, *, told_s_ago: float | None = None, held: bool = True, **keys: Any) -> Any:
+    """The attempt at a run that stopped `told_s_ago` seconds ago."""
+    return SimpleNamespace(
+        config=Config(output_dir=str(folder), **keys),
+        launch=SimpleNamespace(kill_delay_s=float("inf")),
+        interrupts=SimpleNamespace(stop_requested_at=told_s_ago and time.monotonic() - told_s_ago),
+        manager=SimpleNamespace(store=SimpleNamespace(holds_lease=lambda: held)),
     )
 
 
@@ -33,15 +30,15 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_completed_run_writes_its_report(folder: Path) -> None:
-    write_page(*run(folder))
+    write_page(run(folder))
     assert (folder / "report.html").exists()
 
 
 @pytest.mark.parametrize(
     "why_not",
-    [{"told_s_ago": 11.0}, {"is_main_process": False}, {"held": False}],
-    ids=["a third of the grace is over", "another process", "another attempt has the folder"],
+    [{"told_s_ago": 11.0}, {"held": False}],
+    ids=["a third of the grace is over", "another process or attempt has the folder"],
 )
 def test_no_report_is_written_where_it_would_delay_the_exit(why_not: dict[str, Any], folder: Path) -> None:
-    write_page(*run(folder, grace_s=30.0, **why_not))
+    write_page(run(folder, grace_s=30.0, **why_not))
     assert not (folder / "report.html").exists()

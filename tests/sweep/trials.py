@@ -17,7 +17,7 @@ import ci_llm.sweep.runner  # noqa: F401  the fork server imports all the rooms 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cli.main import main
 from ci_llm.run import job, setup
-from ci_llm.run.step.nonfinite_policy import Bounds
+from ci_llm.run.step.state import Bounds
 from examples import sweep_by_hand
 from tools.testbed.moments import interfere
 from tools.testbed.trials import account

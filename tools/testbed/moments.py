@@ -89,7 +89,7 @@ MOMENTS = {
     "an example is shown": Moment("ci_llm.crowd.scoring.generate_each", step=3),
     "generation": Moment("ci_llm.crowd.scoring.generate_each", 2, step=STEPS),
     "the final checkpoint is made": Moment("ci_llm.checkpoints.saver.Saver.finish", completed=True),
-    "results are written": Moment("ci_llm.run.conclusion.write_json", completed=True),
+    "results are written": Moment("ci_llm.core.evaluation_file.write_json", completed=True),
     "the last word": Moment("ci_llm.core.run_status.RunStatus.finish", completed=True),
 }
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.store import DISK_FULL
+from ci_llm.cluster.deadline import Pace
 from ci_llm.cluster.launch import SUPERVISED, Launch, shell_line
 from ci_llm.cluster.slurm import read_job, requeue
 from ci_llm.cluster.starter import exit_code_told
@@ -31,34 +32,61 @@ from ci_llm.core.run_folder import (
 from ci_llm.core.run_status import RunStatus, keep_status, readable_status
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, CiLlmError, GivenUp, PeerLost, WriterBusy
+from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
+from ci_llm.run.end.mirroring import RunMirror
+from ci_llm.run.step.callbacks import Callbacks
 
 logger = logging.getLogger(__name__)
 
 
 class Attempt:
-    """One attempt at a run, or at a sweep, whose runs are attempts of their own.
+    """One attempt at a run, or at a sweep, whose runs are attempts of their own: all beside the training.
 
     Args:
         manager: of the checkpoints in the folder; it holds the lease.
-        log: of a run (`RunAttempt`). A sweep has none: what there is to say, its runs say.
+        interrupts: the signals and requests that this process receives.
+        log: a sweep has none: what there is to say, its runs say.
+        callbacks: a program's own code, called at the events of the run.
 
     Attributes:
         processes: those that take part, from its beginning on.
         number: the same on every process; 0 until it has begun.
         began_at: the step from which it resumes.
         status: status.json.
+        mirror: sends what the run writes to another place.
+        pace: how long steps and saves take.
+        exactness: how exactly it resumes, for people; None for a fresh start.
+        requests_wait: why the disk takes no decisions about requests at present; None if it takes them.
         last_act: puts the SLURM job back into the queue, and returns what SLURM answered. To be called last, while
             the folder is still leased: SLURM ends what is left of the job, and the answer goes into training.log.
     """
 
     processes: Processes
 
-    def __init__(self, config: Config, launch: Launch, manager: CheckpointManager, log: RunLog | None = None) -> None:
-        self.config, self._launch, self.manager, self.log = config, launch, manager, log
+    def __init__(
+        self,
+        config: Config,
+        launch: Launch,
+        manager: CheckpointManager,
+        interrupts: Interrupts,
+        log: RunLog | None = None,
+        callbacks: Callbacks | None = None,
+    ) -> None:
+        self.config, self.launch, self.manager, self.interrupts = config, launch, manager, interrupts
+        self._log, self.callbacks, self.pace = log, callbacks or Callbacks(), Pace()
+        self.mirror = RunMirror(config, manager, launch, interrupts)
         self.number = self.began_at = 0
         self.status = RunStatus(config.run_folder, 0, is_main_process=False)
+        self.exactness: str | None = None
+        self.requests_wait: str | None = None
         self.last_act: Callable[[], str | None] = lambda: None
+
+    @property
+    def log(self) -> RunLog:
+        """The log of a run."""
+        assert self._log is not None, "a sweep has none"
+        return self._log
 
     @property
     def folder(self) -> Path:
@@ -94,7 +122,7 @@ class Attempt:
         return number
 
     def _take_number(self, number: int, step: int) -> None:
-        is_main = self._launch.is_main_process
+        is_main = self.launch.is_main_process
         self.number, self.began_at = number, step
         self.status = RunStatus(
             self.config.run_folder,
@@ -103,7 +131,7 @@ class Attempt:
             still_held=self.manager.store.holds_lease,
             staging=self.manager.store.staging if is_main else None,
         )
-        self.status.update(step=step, next_command=command_line(self._launch))
+        self.status.update(step=step, next_command=command_line(self.launch))
 
     @contextmanager
     def recorded(self, step: Callable[[], int]) -> Iterator[None]:
@@ -117,6 +145,16 @@ class Attempt:
             self.failed(step(), error)
             raise
 
+    def settle(self, stop: str | None) -> None:
+        """Wait for the last save, also in the mirror, before the status says how the run has ended.
+
+        Args:
+            stop: why the run was asked to stop; None if it is complete.
+        """
+        self.manager.wait_until_finished()
+        self.log.report_save(self.manager.last_result)
+        self.mirror.settle(stop)
+
     def completed(self) -> None:
         """Record that the work is done."""
         self.status.finish("completed")
@@ -124,20 +162,20 @@ class Attempt:
     def interrupted(self, reason: str) -> None:
         """Record and tell that the attempt was interrupted, at the step from which the same command resumes."""
         step = self.status.current.step
-        if self.log is not None:
+        if self._log is not None:
             self.finish_save_in_flight()
-            saved = self.manager.all_steps() if self._launch.is_main_process else []
+            saved = self.manager.all_steps() if self.launch.is_main_process else []
             step = max([self.began_at, *saved])
             self.status.update(step=step)
-        command = command_line(self._launch)
+        command = command_line(self.launch)
         try:
             is_own = self.status.finish("interrupted", reason, command)
         except OSError as error:
             logger.warning(f"status.json cannot be written: {error}")
             # The write that failed cannot say whether the folder is still this attempt's; the lease can.
-            is_own = self._launch.is_main_process and self.manager.store.holds_lease()
-        if self.log is not None:
-            self.log.end_progress()
+            is_own = self.launch.is_main_process and self.manager.store.holds_lease()
+        if self._log is not None:
+            self._log.end_progress()
             where = f"step {step} is saved" if step else "no step is saved"
             logger.info(f"interrupted ({reason}): {where}; resume with: {command}")
             # If another attempt has taken the job over, that attempt puts it back.
@@ -153,7 +191,7 @@ class Attempt:
     def stopped_before_it_began(self, reason: str) -> int:
         """Record the interruption, unless another attempt has the folder; returns the last step that is saved."""
         step, last = max(self.manager.all_steps(), default=0), readable_status(self.config.run_folder)
-        if self._launch.is_main_process and (last is None or last.status != "completed"):
+        if self.launch.is_main_process and (last is None or last.status != "completed"):
             with suppress(WriterBusy):
                 self._take_number(self._lease(step), step)
                 self.status.finish("interrupted", reason, self.status.current.next_command)
@@ -162,7 +200,7 @@ class Attempt:
 
     def refused(self, error: CiLlmError) -> None:
         """Record that it failed where no step is left to resume from: else readers would call the run vanished."""
-        if self._launch.is_main_process and self.log is not None:
+        if self.launch.is_main_process:
             self._take_number(self._lease(0), 0)
             self.log.open(self.number, still_held=self.manager.store.holds_lease)
             self.failed(0, error)
@@ -181,19 +219,19 @@ class Attempt:
                 write()
             except OSError as refusal:
                 logger.warning(f"the failure could not be written down: {refusal}")
-        if self.log is not None:
-            self.log.end_progress()
+        if self._log is not None:
+            self._log.end_progress()
             logger.error(f"failed ({reason_of(error)}) after step {step}")
-            self.log.note(str(error))
+            self._log.note(str(error))
 
     def records_of_failure(self, step: int, error: BaseException) -> tuple[Callable[[], object], Callable[[], object]]:
         """What puts a failure of this process on record, then that of the attempt; a disk may refuse either."""
-        reason, index = reason_of(error), self._launch.process_index
+        reason, index = reason_of(error), self.launch.process_index
         failed_at = error.step if isinstance(error, GivenUp) and error.step is not None else step
         failure = Failure.of(error, reason, index, failed_at)
         return (
             partial(write_failure, self.config.run_folder, self.number, index, failure),
-            partial(self.status.finish, "failed", reason, command_line(self._launch)),
+            partial(self.status.finish, "failed", reason, command_line(self.launch)),
         )
 
     def finish_save_in_flight(self) -> None:

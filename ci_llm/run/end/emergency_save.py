@@ -26,14 +26,13 @@ from typing import Any, Final, NoReturn
 import torch
 
 from ci_llm.checkpoints.state_files import from_bytes, to_bytes
-from ci_llm.cluster.deadline import Pace, Walltime, expected_kill, upper_quantile
+from ci_llm.cluster.deadline import Walltime, expected_kill, upper_quantile
 from ci_llm.cluster.launch import exit_code_after_stop, has_rounds
 from ci_llm.cluster.starter import exit_code_told
 from ci_llm.core import determinism
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_status import read_status
 from ci_llm.errors import BadInput, PeerLost, WriterBusy
-from ci_llm.interrupts import Interrupts
 from ci_llm.run.end.attempt import Attempt, described
 
 logger = logging.getLogger(__name__)
@@ -81,30 +80,23 @@ class EmergencySave:
     """Watches a run from the moment it is asked to stop; a context manager around everything that trains.
 
     Args:
-        pace: how long steps and saves take; it calls back at every boundary.
         walltime: knows when the time of the run is over.
         step: returns the optimizer steps taken.
         save: commits the state of a run after its last boundary, without a collective. It takes the states of the
             generators of every process by index, None where they are not known.
-        send: sends the checkpoint to the mirror, as far as time allows; only the request to requeue comes after it.
     """
 
     def __init__(
         self,
         attempt: Attempt,
-        interrupts: Interrupts,
-        pace: Pace,
         optimizer: torch.optim.Optimizer,
         walltime: Walltime,
-        *,
         step: Callable[[], int],
         save: Callable[[list[dict[str, Any] | None]], None],
-        send: Callable[[], object] = lambda: None,
     ) -> None:
-        self._attempt, self._interrupts, self._pace = attempt, interrupts, pace
-        self._optimizer, self._walltime = optimizer, walltime
-        self._step, self._save, self._send = step, save, send
+        self._attempt, self._interrupts, self._pace = attempt, attempt.interrupts, attempt.pace
         self._config, self._processes = attempt.config, attempt.processes
+        self._optimizer, self._walltime, self._step, self._save = optimizer, walltime, step, save
         # The training thread holds it while weights and state move; the saving thread takes it and keeps it.
         self._boundary_lock = threading.Lock()
         self._moving = False
@@ -224,7 +216,7 @@ class EmergencySave:
             self._attempt.interrupted(reason)
             exit_code = exit_code_after_stop(reason, self._config.interrupted_exit_code)
             try:
-                self._send()
+                self._attempt.mirror.flush_before_kill()  # only the request to requeue comes after it
             finally:
                 self._attempt.last_act()
         except Exception as error:  # noqa: BLE001 - the process ends here: no caller could report it

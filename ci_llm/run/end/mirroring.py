@@ -17,7 +17,6 @@ from ci_llm.cluster.launch import Launch
 from ci_llm.cluster.slurm import read_job
 from ci_llm.config import Config
 from ci_llm.core.run_folder import BEGINNING, CROWD_CHANGES, EVALUATION, PUSH_RECORD, RECOVERY, SKIPPED_BATCHES
-from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.mirror.filling import fill
 from ci_llm.mirror.head import Found
@@ -53,15 +52,12 @@ def require_store(config: Config) -> None:
 class RunMirror:
     """The mirror of one run, if it has one."""
 
-    def __init__(
-        self, config: Config, manager: CheckpointManager, processes: Processes, interrupts: Interrupts
-    ) -> None:
-        self._config, self._manager, self._interrupts = config, manager, interrupts
-        self._launch: Launch = processes.launch
+    def __init__(self, config: Config, manager: CheckpointManager, launch: Launch, interrupts: Interrupts) -> None:
+        self._config, self._manager, self._launch, self._interrupts = config, manager, launch, interrupts
         self._mirror: Mirror | None = None
         self._found = Found()
         self.on_change: Callable[[dict[str, Any]], object] = lambda state: None
-        if config.mirror is not None and processes.is_main_process:
+        if config.mirror is not None and launch.is_main_process:
             self._mirror = Mirror(
                 config.mirror,
                 config.run_folder,

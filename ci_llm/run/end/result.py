@@ -6,9 +6,9 @@ import logging
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -27,15 +27,13 @@ from ci_llm.objectives import head_size
 from ci_llm.report.facts import read_metrics
 from ci_llm.report.page import curves_command, write_report
 from ci_llm.report.scores import scores, table
-from ci_llm.run.end.attempt import command_line, described
+from ci_llm.run.end.attempt import Attempt, command_line, described
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
 
-    from ci_llm.checkpoints.manager import CheckpointManager
     from ci_llm.crowd.crowd import Crowd
     from ci_llm.distributed.processes import Processes
-    from ci_llm.interrupts import Interrupts
 
 
 @dataclass(frozen=True)
@@ -156,18 +154,6 @@ def score_table(evaluation: Evaluation, run: Path | str) -> str:
     return "\n".join(lines)
 
 
-def describe_not_finite(evaluation: Evaluation) -> str:
-    """A warning if the scores of an agent are not finite; else empty."""
-    each = zip(evaluation.agent_names, evaluation.nll.agents, strict=True)
-    bad = [name for name, loss in each if not math.isfinite(loss)]
-    if not bad:
-        return ""
-    return (
-        f"the scores of {', '.join(bad)} are not finite: these adapters cannot be used; a smaller learning_rate, with"
-        " overwrite_output_dir=true or another experiment_name, trains them again"
-    )
-
-
 def final_card(evaluation: Evaluation, crowd: Crowd, datasets: Iterable[str], step: int) -> str:
     """README.md of `final_checkpoint`."""
     configs = [values for name, values in crowd.adapter_files().items() if name.endswith("/adapter_config")]
@@ -176,7 +162,10 @@ def final_card(evaluation: Evaluation, crowd: Crowd, datasets: Iterable[str], st
         ranks=[config["r"] for config in configs],
         trained=f" for {step} optimizer steps on `{', '.join(map(public_name, datasets))}`",
         scores=score_table(replace(evaluation, data=tuple(map(public_name, evaluation.data))), "."),
-        notes=[_GOES_ON],
+        notes=[
+            "The folder is also a complete checkpoint: `resume_from_checkpoint` takes it, with a larger"
+            " `max_train_steps`, and trains on from there."
+        ],
         opened_with=auto_class(crowd.model.config).__name__,
         num_labels=crowd.settings.outputs,
         classes=crowd.classes,
@@ -184,42 +173,35 @@ def final_card(evaluation: Evaluation, crowd: Crowd, datasets: Iterable[str], st
     return crowd_card(facts)
 
 
-_GOES_ON = (
-    "The folder is also a complete checkpoint: `resume_from_checkpoint` takes it, with a larger `max_train_steps`, and"
-    " trains on from there."
-)
-
-
 #: The keys that make a run longer that has taken its last step.
 MORE_STEPS: Final[Mapping[str, str | None]] = {"epochs": None, "max_train_steps": "..."}
 
 
 def log_next_steps(config: Config, launch: Launch, evaluation: Evaluation, to_go_on: Mapping[str, str | None]) -> None:
-    """Log what to do after a completed run; for the arguments see `next_steps`."""
-    warning = describe_not_finite(evaluation)
-    if warning:
-        logger.warning(warning)
+    """Log what to do after a completed run, or which agents have no finite scores; see `next_steps`."""
+    each = zip(evaluation.agent_names, evaluation.nll.agents, strict=True)
+    if bad := [name for name, loss in each if not math.isfinite(loss)]:
+        logger.warning(
+            f"the scores of {', '.join(bad)} are not finite: these adapters cannot be used; a smaller learning_rate,"
+            " with overwrite_output_dir=true or another experiment_name, trains them again"
+        )
         return
-    for line in next_steps(config, partial(command_line, launch), to_go_on):
+    for line in next_steps(config, launch, to_go_on):
         logger.info(line)
 
 
-def next_steps(
-    config: Config,
-    command: Callable[[Mapping[str, str | None]], str],
-    to_go_on: Mapping[str, str | None] = MORE_STEPS,
-) -> list[str]:
+def next_steps(config: Config, launch: Launch, to_go_on: Mapping[str, str | None] = MORE_STEPS) -> list[str]:
     """Lines for people: what to do after a completed run.
 
     Args:
         config: with the agents that the run ends with.
-        command: returns the command for a run like this one with changed keys; None leaves a key out.
-        to_go_on: the keys to change for this run to train on.
+        launch: gives the command for a run like this one with changed keys.
+        to_go_on: the keys to change for this run to train on; None leaves a key out.
     """
     folder = config.run_folder
     export = ["ci-llm", "export", str(folder), "--merge", "svd", "--to", "adapter"]
     is_example = not any(Path(name).expanduser().exists() for name in config.all_dataset_names)
-    heads = head_size(config)
+    heads, own_data = head_size(config), command_line(launch, _with_own_data(config))
     return [
         f"ask        ci-llm {'score' if heads else 'chat'} {shlex.quote(str(folder))}",
         f"adapters   {folder / 'final_checkpoint'}/agent<k>, plain PEFT",
@@ -229,8 +211,8 @@ def next_steps(
             if config.num_agents > 1 and not heads
             else []
         ),
-        f"longer     {command(to_go_on)}   continues from here",
-        *([f"own data   {command(_with_own_data(config))}   with columns question, answer"] if is_example else []),
+        f"longer     {command_line(launch, to_go_on)}   continues from here",
+        *([f"own data   {own_data}   with columns question, answer"] if is_example else []),
     ]
 
 
@@ -257,18 +239,18 @@ def _with_own_data(config: Config) -> dict[str, str | None]:
     return {**changes, "dataset_name": "my.jsonl", "experiment_name": "mine"}
 
 
-def write_page(config: Config, processes: Processes, interrupts: Interrupts, manager: CheckpointManager) -> None:
+def write_page(attempt: Attempt) -> None:
     """Write report.html, as the last act of an attempt. It never fails the run.
 
     A run that was told to end writes no page once a third of its grace is over: to end in time is more important, and
     `ci-llm report RUN` writes the page later. Between two elastic rounds it writes none either, because the others wait
     for this process. A segment of a sweep has none: the sweep writes its own.
     """
-    told_at = interrupts.stop_requested_at
-    grace_s = min(config.grace_s, processes.launch.kill_delay_s)
+    config, told_at = attempt.config, attempt.interrupts.stop_requested_at
+    grace_s = min(config.grace_s, attempt.launch.kill_delay_s)
     if told_at is not None and (has_rounds() or time.monotonic() - told_at > grace_s / 3):
         return
-    if config.trial_steps is not None or not (processes.is_main_process and manager.store.holds_lease()):
+    if config.trial_steps is not None or not attempt.manager.store.holds_lease():
         return
     try:
         page = write_report(config.run_folder)

@@ -15,51 +15,24 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 import psutil
 
-from ci_llm.cluster.deadline import Pace
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.errors import Hang
 from ci_llm.interrupts import STACKS_SIGNAL
 from ci_llm.logs.run_log import LOG_NAME
 from ci_llm.run.end.attempt import Attempt
+from ci_llm.run.step.rounds import Heartbeat
 
 #: The limit until a step was measured: as long as a collective waits for a machine that went silent.
 FIRST_S: Final = 1800.0
 #: The learned limit is this many times the longest silence so far that ended, and at least LEAST_S.
 TIMES: Final = 10.0
 LEAST_S: Final = 300.0
-
-
-class Heartbeat:
-    """Counts signs of life. Written by the main thread, read by any; costs nothing."""
-
-    def __init__(self) -> None:
-        self.ticks = 0
-        self._rests = 0
-
-    @property
-    def is_resting(self) -> bool:
-        """Whether the limit on silence is suspended."""
-        return self._rests > 0
-
-    def tick(self) -> None:
-        self.ticks += 1
-
-    @contextmanager
-    def resting(self) -> Iterator[None]:
-        """Suspend the limit within the block: the run waits for a full disk, for instance."""
-        self._rests += 1
-        try:
-            yield
-        finally:
-            self._rests -= 1
-            self.ticks += 1
 
 
 class SilenceTimer:
@@ -93,15 +66,12 @@ class Watchdog:
 
     Args:
         heartbeat: the heartbeat of the main thread.
-        pace: until it has measured a step, a longer silence is allowed.
         step: returns the optimizer steps taken.
         stacks: made before the workers of the data loader, whose stacks it takes as well.
     """
 
-    def __init__(
-        self, attempt: Attempt, heartbeat: Heartbeat, pace: Pace, step: Callable[[], int], stacks: Stacks
-    ) -> None:
-        self._attempt, self._pace, self._step, self._stacks = attempt, pace, step, stacks
+    def __init__(self, attempt: Attempt, heartbeat: Heartbeat, step: Callable[[], int], stacks: Stacks) -> None:
+        self._attempt, self._step, self._stacks = attempt, step, stacks
         self._run_folder, self._processes = attempt.config.run_folder, attempt.processes
         self._silence = SilenceTimer(heartbeat)
         self._meeting = attempt.folder / "hang"
@@ -120,7 +90,8 @@ class Watchdog:
         while not self._over.wait(TICK_S):
             # The nominal second, not a clock: time in which a whole machine was suspended is not silence.
             self._silence.advance(TICK_S)
-            limit_s = self._silence.limit_s(step_measured=bool(self._pace.steps_s))
+            # Until a step was measured, a longer silence is allowed.
+            limit_s = self._silence.limit_s(step_measured=bool(self._attempt.pace.steps_s))
             if self._silence.seconds >= limit_s:
                 self._end(f"no progress for {limit_s:.0f} s")
             elif self._meeting.exists():
@@ -209,7 +180,7 @@ class Stacks:
         return "\n".join(stacks)
 
     def _has_answered(self, end: int, until: float) -> bool:
-        """Whether the file has grown beyond `end` in time; returns once it has stopped growing."""
+        """True if the file has grown beyond `end` in time; returns once it has stopped growing."""
         seen = end
         while time.monotonic() < until:
             time.sleep(_LOOK_S)

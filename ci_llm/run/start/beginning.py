@@ -37,8 +37,8 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, ConfigError, LaunchError, ProgressLost
 from ci_llm.run.end.mirroring import RunMirror
 from ci_llm.run.start.resume import Source, newest_source, open_source
-from ci_llm.run.step.members import CrowdChange, forget_after, read_record
-from ci_llm.run.step.state import TrainState
+from ci_llm.run.step.requests import forget_after, read_record
+from ci_llm.run.step.state import CrowdChange, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Start:
         source: the checkpoint to resume from; None: step 0.
         beginning: the record to write.
         keeps: the run's own checkpoints after this step are superseded; -1: all of them.
-        sets_aside: whether the folder holds another run, which moves aside.
+        sets_aside: the folder holds another run, which moves aside.
         note: a line for people if the call goes back on purpose; else empty.
     """
 
@@ -87,12 +87,12 @@ class Start:
 
     @property
     def goes_back(self) -> bool:
-        """Whether this call goes back on purpose."""
+        """True if this call goes back on purpose."""
         return bool(self.note)
 
     @property
     def is_own(self) -> bool:
-        """Whether the source is one of the run's own checkpoints."""
+        """True if the source is one of the run's own checkpoints."""
         return self.keeps >= 0
 
 
@@ -103,11 +103,8 @@ def read_beginning(run_folder: Path) -> Beginning | None:
         CheckpointError: the file is not of this program.
     """
     hint = "move it away, and continue with resume_from_checkpoint=latest"
-    return read_known(run_folder / BEGINNING, _parsed, "the record of how the run began cannot be read", hint)
-
-
-def _parsed(path: Path) -> Beginning:
-    return Beginning(**read_fields(Beginning, path))
+    what = "the record of how the run began cannot be read"
+    return read_known(run_folder / BEGINNING, lambda path: Beginning(**read_fields(Beginning, path)), what, hint)
 
 
 def known_beginning(manager: CheckpointManager, config: Config) -> Beginning | None:
@@ -240,7 +237,7 @@ def _from_given(manager: CheckpointManager, source: Source, record: Beginning, g
 
 
 def _has_overwritten(known: Beginning | None, config: Config, wanted: str | None) -> bool:
-    """Whether `overwrite_output_dir` has already acted for the run in the folder."""
+    """True if `overwrite_output_dir` has already acted for the run in the folder."""
     return known is not None and known.overwrote == _settings(config) and wanted in (LATEST, *known.said)
 
 

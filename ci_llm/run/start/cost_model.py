@@ -351,7 +351,7 @@ def passes_without_estimate(config: Config, device: torch.device) -> tuple[bool 
 
 
 def recompute_on_all(found: Trace, free: int, processes: Processes) -> bool:
-    """Whether agents and activations are too large for any process. A collective.
+    """True if agents and activations are too large for any process. A collective.
 
     Args:
         free: bytes that this process finds free beside the base.
@@ -371,7 +371,7 @@ def lengths_of(config: Config, rows: Sequence[Example]) -> Lengths:
 def _too_large(
     config: Config, each: Sequence[TokenizedRows], processes: Processes, shape: PreTrainedConfig | None
 ) -> tuple[bool, str]:
-    """Whether the longest micro-step would not fit into the memory of any process, and why. A collective."""
+    """True if the longest micro-step does not fit into the memory of a process; and why. A collective."""
     lengths, rows = lengths_of(config, sampled(each)), config.batch_size
     try:
         shape = copy.deepcopy(shape) if shape else load_architecture(config.model_name)

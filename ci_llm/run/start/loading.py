@@ -17,6 +17,7 @@ from ci_llm.base.load import Base, load_architecture, load_base, positions_of, r
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.base.sharded import ShardedLayers, describe_shards
 from ci_llm.config import Config
+from ci_llm.config.schema import ObjectiveKeys, RewardKeys
 from ci_llm.config.validation import objective_clashes
 from ci_llm.core.quantities import count
 from ci_llm.data.agent_rows import EvaluationRows, once_each
@@ -35,22 +36,9 @@ from ci_llm.objectives.grpo.rewards import require_answers, rewards_of
 
 logger = logging.getLogger(__name__)
 
+_OF_ALL: Final = ("objective", "diversity", "lambda_sw", "aggregator")
 #: Keys that some objectives read, and others do not.
-_OF_OBJECTIVES: Final = (
-    *("beta", "loss_type", "loss_weights", "label_smoothing", "desirable_weight", "undesirable_weight", "simpo_gamma"),
-    *("cpo_alpha", "center_rewards_coefficient", "num_labels", "reference"),
-    *(
-        "rewards",
-        "reward_weights",
-        "num_generations",
-        "max_completion_length",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-    ),
-    *("scale_rewards", "use_bias_correction_kl", "mask_truncated_completions", "reward_timeout", "log_completions"),
-)
+_OF_OBJECTIVES: Final = [key for key in (*ObjectiveKeys.model_fields, *RewardKeys.model_fields) if key not in _OF_ALL]
 
 
 @dataclass(frozen=True)
@@ -230,7 +218,7 @@ def _narrowed(
     rows_per_step: int,
     before: Config | None,
 ) -> bool:
-    """Whether the rows have to be read again, because fewer or shorter ones are enough; updates `settled`."""
+    """True if the rows have to be read again, because fewer or shorter ones are enough; updates `settled`."""
     if "eval_samples" in settled:
         allowed, taken = tokens_of_evaluation(config, rows, rows_per_step), num_tokens(eval_rows)
         if taken > allowed and (samples := settled["eval_samples"]) > LEAST:
@@ -322,7 +310,7 @@ def open_base(config: Config, processes: Processes, model_name: str | None = Non
 
 
 def shares_layers(config: Config, processes: Processes) -> bool:
-    """Whether each process stores a part of the base's layers."""
+    """True if each process stores a part of the base's layers."""
     return config.base_sharding == "layers" and processes.num_processes > 1
 
 
@@ -355,7 +343,7 @@ def _tokenized(
 
 
 def learns_preferred(config: Config, rows: Rows) -> bool:
-    """Whether these rows are pairs of which the objective learns every token of the chosen row."""
+    """True if these rows are pairs of which the objective learns every token of the chosen row."""
     if rows.form.kind != "pairs" or rows.are_answers:
         return False
     return objective_of(config.objective, config.each_agent).needs.nll == "rows"

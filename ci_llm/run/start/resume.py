@@ -43,8 +43,9 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
 from ci_llm.mirror.filling import local_copy
 from ci_llm.run.end.attempt import command_line
-from ci_llm.run.step.members import config_of
-from ci_llm.run.step.state import LastGood, TrainState, placed
+from ci_llm.run.start.agent_settings import config_of
+from ci_llm.run.step.nonfinite import LastGood, placed
+from ci_llm.run.step.state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -183,8 +184,8 @@ class Restored:
     """
 
     state: TrainState
-    trackers: Mapping[str, str] = field(default_factory=dict)
-    lines: Sequence[str] = ()
+    trackers: dict[str, str]
+    lines: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -414,7 +415,7 @@ class RunCheckpoint:
         return [c for c in source.config.diff(self.config) if c.key != "model_dtype" or before != now]
 
     def _is_same_base(self, source: Source) -> bool:
-        """Whether the base has the weights of the checkpoint, bit by bit.
+        """True if the base has the weights of the checkpoint, bit by bit.
 
         If another device loads them in another precision (`model_dtype: null`), they are compared rounded to bf16.
         """
@@ -460,7 +461,7 @@ def _bits_changing(changes: Sequence[Change], config: Config) -> list[Change]:
 
 
 def _follows_length(config: Config) -> bool:
-    """Whether the learning rate of a step depends on the length of the run."""
+    """True if the learning rate of a step depends on the length of the run."""
     return config.trial_steps is None and any(own.lr_scheduler_type != "constant" for own in config.each_agent)
 
 

@@ -35,7 +35,7 @@ class TrainerState:
         global_step: optimizer steps taken.
         max_steps: optimizer steps of the whole run.
         epoch: passes over the rows, with its fraction.
-        is_world_process_zero: whether this is the main process; every process calls its callbacks.
+        is_world_process_zero: this is the main process; every process calls its callbacks.
     """
 
     global_step: int
@@ -59,7 +59,7 @@ class Callbacks:
     """The callbacks of one run.
 
     Attributes:
-        may_stop: whether those of any process may ask for a stop after any step, so that all vote there too.
+        may_stop: those of some process may ask for a stop after any step, so that all vote there too.
 
     Args:
         callbacks: objects with methods named after events.
@@ -83,7 +83,7 @@ class Callbacks:
         return bool(self._callbacks)
 
     def hears(self, *events: Event) -> bool:
-        """Whether a callback has a method for one of these events."""
+        """True if a callback has a method for one of these events."""
         return any(self._methods[event] for event in events)
 
     def call_event(
@@ -96,7 +96,7 @@ class Callbacks:
             values: the keyword arguments of the event, each a mapping; a callback gets a copy.
 
         Returns:
-            whether a callback asks for a stop.
+            True if a callback asks for a stop.
         """
         methods = self._methods[event]
         if not methods:

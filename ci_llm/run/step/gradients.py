@@ -29,7 +29,7 @@ class Sums:
 
     num_targets: int
     sums: Tensor  # see `StepSums`
-    nonfinite: Tensor  # [K] bool: whether an agent's loss or gradient is not finite here
+    nonfinite: Tensor  # [K] bool: an agent's loss or gradient is not finite here
 
 
 @dataclass(frozen=True)

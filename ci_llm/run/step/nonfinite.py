@@ -1,7 +1,9 @@
 """The response to numbers that are not finite: agents are left out of a step or rolled back, batches are skipped.
 
 The ballot of the step carries the findings of every process, before the gradients are added up. So the check needs no
-extra wait for the device, and every process responds alike. `nonfinite_policy.py` decides; this file acts.
+extra wait for the device, and every process responds alike. state.py decides by pure functions; this file acts.
+
+A rollback gives an agent its last good snapshot.
 
 Legend: K agents, P numbers of an agent.
 """
@@ -10,19 +12,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ci_llm.core.run_folder import BadBatch, write_skipped_batches
+from ci_llm.data.agent_rows import Courses
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.errors import NonFinite
-from ci_llm.run.step.nonfinite_policy import AgentRecovery, Bounds, RecoveryState
-from ci_llm.run.step.state import AgentState, LastGood, TrainState
+from ci_llm.run.step.state import AgentRecovery, AgentState, Bounds, RecoveryState, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,6 @@ class Findings:
         nonfinite: the agents among them that were not finite and count for the policy.
         bad_batch: every agent was nonfinite in this step, now or in an earlier attempt.
         tokens: packed tokens, of all processes, on which at least one agent was trained.
-        own_rows: whether each agent had rows of its own.
         dropped: agents that are left out of every step.
     """
 
@@ -48,7 +49,6 @@ class Findings:
     nonfinite: tuple[int, ...]
     bad_batch: bool
     tokens: int
-    own_rows: bool = False
     dropped: Sequence[int] = ()
 
     @property
@@ -58,7 +58,7 @@ class Findings:
 
 
 def nonfinite_here(gradients: Tensor, losses: Tensor) -> Tensor:
-    """[K] whether an agent's gradient [K, P] or loss [K] is not finite on this process, left on the device."""
+    """[K] true where an agent's gradient [K, P] or loss [K] is not finite on this process, left on the device."""
     norms: Tensor = torch.linalg.vector_norm(gradients, dim=1)
     return torch.logical_not((norms < HUGE) & losses.isfinite())
 
@@ -69,7 +69,6 @@ def findings_of(
     *,
     known_bad: bool = False,
     dropped: Sequence[int] = (),
-    own_rows: bool = False,
 ) -> Findings:
     """The findings in the verdict on a step.
 
@@ -77,7 +76,6 @@ def findings_of(
         loss_scale: the factor on fp16 losses; None in every other precision.
         known_bad: the step was found bad before, so that nothing was computed in it.
         dropped: agents that are left out of every step; the others are judged as if they were alone.
-        own_rows: whether each agent had rows of its own.
     """
     everybody = tuple(range(len(verdict.nonfinite)))
     judged = tuple(k for k in everybody if k not in dropped)
@@ -89,7 +87,7 @@ def findings_of(
     # Under a loss scale a gradient may overflow although its agent is fine. The scale does not touch the loss.
     nonfinite = tuple(k for k in judged if verdict.nonfinite[k] and not (scaled and math.isfinite(sums.losses[k])))
     bad = nonfinite == judged
-    return Findings(left_out, nonfinite, bad, 0 if bad else sums.tokens, own_rows, dropped)
+    return Findings(left_out, nonfinite, bad, 0 if bad else sums.tokens, dropped)
 
 
 class NonFiniteResponse:
@@ -99,8 +97,8 @@ class NonFiniteResponse:
         bounds: the limits of the responses.
         last_good: the snapshots for rollbacks.
         run_folder: the folder of skipped_batches.json.
-        may_write: whether this process may write files of the run now.
-        drops_agents: whether an agent that no response helps is dropped, as long as another one is left.
+        may_write: true while this process may write files of the run.
+        drops_agents: an agent that no response helps is dropped, as long as another one is left.
     """
 
     def __init__(
@@ -120,12 +118,12 @@ class NonFiniteResponse:
         """The agents that take no steps any more."""
         return tuple(k for k, agent in enumerate(state.agents) if agent.recovery.is_exhausted(self._bounds))
 
-    def respond(self, state: TrainState, rows: Callable[[int], Sequence[int]], findings: Findings) -> TrainState:
+    def respond(self, state: TrainState, courses: Courses, findings: Findings) -> TrainState:
         """Cut learning rates, roll agents back, record bad batches, keep good snapshots.
 
         Args:
             state: the state after the step.
-            rows: returns the rows of a step.
+            courses: the rows of the agents.
 
         Returns:
             the state with the new recovery state.
@@ -133,10 +131,10 @@ class NonFiniteResponse:
         Raises:
             NonFinite: no response is left inside the run. The weights are those of the last good steps.
         """
-        if findings.bad_batch:
-            return replace(state, recovery=self._skip(state, BadBatch(state.step - 1, tuple(rows(state.step - 1)))))
         step, before = state.step - 1, [agent.recovery for agent in state.agents]
-        bounds, ignored = replace(self._bounds, own_rows=findings.own_rows), (*findings.overflowed, *findings.dropped)
+        if findings.bad_batch:
+            return replace(state, recovery=self._skip(state, BadBatch(step, tuple(courses.rows_of_step(step)))))
+        bounds, ignored = replace(self._bounds, own_rows=courses.are_own), (*findings.overflowed, *findings.dropped)
         # The step says nothing about agents that overflowed or are dropped.
         after = [
             each if k in ignored else each.after(step, k in findings.nonfinite, bounds) for k, each in enumerate(before)
@@ -233,3 +231,92 @@ def recovery_metrics(state: TrainState, batch_size: int) -> dict[str, float]:
     if recovery.micro_batch_size is not None:
         metrics["train/micro_batch_size"] = recovery.limit(batch_size)
     return metrics
+
+
+#: Steps between two copies, and so the most that a rollback loses. A copy costs as much as the optimizer's step.
+EVERY_STEPS: Final = 20
+
+
+@dataclass
+class _Snapshot:
+    """The state of one agent after `step` steps; it has no moments before the optimizer's first step."""
+
+    step: int
+    weights: Tensor
+    moments: dict[str, Tensor]
+
+
+class LastGood:
+    """The snapshots to which agents can be rolled back: weights and moments, copied every few steps while finite.
+
+    They lie in the memory of the device, so that a copy waits for no transfer.
+
+    Args:
+        rows: the weights, a parameter [P] for each agent.
+        optimizer: holds the moments of an agent as its state of that parameter.
+    """
+
+    def __init__(self, rows: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        self._rows, self._optimizer = rows, optimizer
+        self._snapshots: dict[int, _Snapshot] = {}
+
+    def keep_agents(self, rows: Sequence[nn.Parameter], kept: Sequence[int]) -> None:
+        """Continue with the agents at these places, whose weights are `rows` now."""
+        self._rows = rows
+        self._snapshots = {k: self._snapshots[place] for k, place in enumerate(kept) if place in self._snapshots}
+
+    def keep(self, agent: int, step: int) -> None:
+        """Copy the agent as it is after `step` steps, into the place of the copy before."""
+        row = self._rows[agent]
+        weights, moments = row.detach(), self._optimizer.state.get(row, {})
+        old = self._snapshots.get(agent)
+        if old is None or old.moments.keys() != moments.keys():
+            copies = {name: tensor.clone() for name, tensor in moments.items()}
+            self._snapshots[agent] = _Snapshot(step, weights.clone(), copies)
+            return
+        old.step = step
+        old.weights.copy_(weights)  # into the memory it has: a new allocation every 20 steps would fragment a GPU's
+        for name, tensor in moments.items():
+            old.moments[name].copy_(tensor)
+
+    def begin(self, step: int) -> None:
+        """Copy every agent that has no snapshot, so that a rollback is possible from the first step on."""
+        for agent in range(len(self._rows)):
+            if agent not in self._snapshots:
+                self.keep(agent, step)
+
+    def keep_if_due(self, step: int, finite: Iterable[int]) -> None:
+        """Copy these agents if `step` is one for copies."""
+        for agent in finite if step % EVERY_STEPS == 0 else ():
+            self.keep(agent, step)
+
+    def roll_back(self, agent: int) -> int:
+        """Give the agent the weights and moments of its snapshot; returns the step of the snapshot."""
+        kept, row = self._snapshots[agent], self._rows[agent]
+        row.data.copy_(kept.weights)
+        self._optimizer.state.pop(row, None)
+        if kept.moments:
+            self._optimizer.state[row] = {name: tensor.clone() for name, tensor in kept.moments.items()}
+        return kept.step
+
+    def state_of(self, agents: Iterable[int]) -> dict[str, Any]:
+        """The snapshots of these agents, for a checkpoint."""
+        snapshots = {f"agent{k}": self._snapshots[k] for k in agents}
+        return {name: {"step": s.step, "weights": s.weights, "moments": s.moments} for name, s in snapshots.items()}
+
+    def load(self, agents: Iterable[int], saved: Mapping[str, Any]) -> None:
+        """The inverse of `state_of`."""
+        for k in agents:
+            row, state = self._rows[k], saved[f"agent{k}"]
+            moments = placed(state["moments"], row, self._optimizer)
+            self._snapshots[k] = _Snapshot(state["step"], state["weights"].to(row), moments)
+
+
+def placed(moments: Mapping[str, Tensor], row: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The saved moments of an agent, with the dtype and device of its weights `row`.
+
+    The step counter stays an fp32 scalar. As in torch's `load_state_dict` it is on the CPU unless the optimizer is
+    fused: a plain AdamW reads it in every step, which would wait for a GPU.
+    """
+    place_of_step = row.device if optimizer.defaults.get("fused") else torch.device("cpu")
+    return {name: tensor.to(place_of_step) if name == "step" else tensor.to(row) for name, tensor in moments.items()}

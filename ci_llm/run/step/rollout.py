@@ -50,7 +50,7 @@ class Group:
         asked: the prompt.
         tokens: [G] of each completion, with its end.
         texts: [G] without special tokens.
-        cut: [G] whether it ended without an end.
+        cut: [G] true where it ended without an end.
         failed: the agent's numbers were not finite.
         rewards: [G, F] fp64, NaN where a function gave none.
         advantages: [G] fp64, NaN for a completion that is left out of the step.
@@ -176,7 +176,7 @@ class Rollouts:
         drawer: draws them.
 
     Attributes:
-        disk_refuses: whether the log has said that completions are not written.
+        disk_refuses: the log has said that completions are not written.
     """
 
     drawer: Drawer
@@ -224,7 +224,7 @@ class Rollouts:
         import pyarrow.parquet as pq  # type: ignore[import-untyped]  # no other run needs it
 
         rows = [row for own in self.processes.gather_object(rollout.records) for row in own]
-        if not (rows and self.processes.is_main_process and manager.store.holds_lease()):
+        if not (rows and manager.store.holds_lease()):
             return
         file, folder = io.BytesIO(), manager.directory / COMPLETIONS
         pq.write_table(pa.Table.from_pylist([{"step": step + 1, **row} for row in rows], rollout.schema), file)

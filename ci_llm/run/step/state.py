@@ -1,22 +1,25 @@
-"""The state of a run beside weights and moments: plain frozen values, and the snapshots for a rollback.
+"""The state of a run beside weights and moments: plain frozen values, the same on every process, in every checkpoint.
 
-A step replaces the plain values by new ones. They are the same on every process, and checkpoints hold them.
+A step replaces them by new ones, and pure functions say how. So a resume builds the crowd of its checkpoint and makes
+the changes of the crowd that follow at the same steps.
+
+The response to an agent that is not finite escalates. It is left out of the step, and its learning rate is cut. After
+`max_in_a_row` nonfinite steps in a row it is rolled back to its last good snapshot. After as many more in the same
+episode, the attempt ends. An agent with rows of its own keeps its rate until it is rolled back, because its rows, which
+only it has read, are the more probable cause. If every agent is nonfinite in a step, the batch is the probable cause:
+it is skipped for good. After `max_in_a_row` such steps in a row the weights are, and the attempt ends.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-import torch
-from torch import Tensor, nn
-
 from ci_llm.core.evaluation_file import Best, BestSteps
 from ci_llm.core.measures import METRICS
-from ci_llm.run.step.members import CrowdChange, History
-from ci_llm.run.step.nonfinite_policy import AgentRecovery, RecoveryState
+from ci_llm.core.run_folder import GOOD_AFTER_STEPS, BadBatch
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,194 @@ class Validation:
     def from_dict(cls, values: Mapping[str, Any]) -> Validation:
         """The inverse of `dataclasses.asdict`."""
         return cls(**{**values, "crowd": Best.from_dict(values["crowd"])})
+
+
+#: The smallest factor to which cuts reduce an agent's learning rate. Below it, an agent that is nonfinite now and then
+#: would stop moving.
+LEAST_LR_FACTOR: Final = 0.01
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The limits of the responses.
+
+    Attributes:
+        lr_divisor: a nonfinite step divides the agent's learning rate by it; 1.5 as in safe_train.py.
+        max_in_a_row: one bad batch or two pass, and five are neither.
+        good_after: this many finite steps in a row end an episode.
+        own_rows: each agent has rows of its own in a step.
+    """
+
+    lr_divisor: float = 1.5
+    max_in_a_row: int = 5
+    good_after: int = GOOD_AFTER_STEPS
+    own_rows: bool = False
+
+
+@dataclass(frozen=True)
+class AgentRecovery:
+    """The recovery state of one agent. An episode lasts from a nonfinite step to `good_after` finite ones in a row.
+
+    Attributes:
+        lr_factor: multiplies the agent's scheduled learning rate; nonfinite steps cut it.
+        nonfinite_in_a_row: nonfinite steps without a finite one between them, since the last rollback.
+        episode_start: steps taken before the first nonfinite step of the episode; None outside of one.
+        finite_in_a_row: finite steps since the last nonfinite one of the episode.
+        rolled_back: the agent was rolled back in this episode.
+        rollbacks: rollbacks in the whole run.
+    """
+
+    lr_factor: float = 1.0
+    nonfinite_in_a_row: int = 0
+    episode_start: int | None = None
+    finite_in_a_row: int = 0
+    rolled_back: bool = False
+    rollbacks: int = 0
+
+    def after(self, step: int, nonfinite: bool, bounds: Bounds) -> AgentRecovery:
+        """The state after the 0-based `step`. The agent must not be exhausted."""
+        if nonfinite:
+            return self._after_nonfinite_step(step, bounds)
+        if self.episode_start is None:
+            return self
+        finite = self.finite_in_a_row + 1
+        if finite >= bounds.good_after:
+            return AgentRecovery(lr_factor=self.lr_factor, rollbacks=self.rollbacks)
+        return replace(self, nonfinite_in_a_row=0, finite_in_a_row=finite)
+
+    def _after_nonfinite_step(self, step: int, bounds: Bounds) -> AgentRecovery:
+        in_a_row = self.nonfinite_in_a_row + 1
+        spared = bounds.own_rows and in_a_row < bounds.max_in_a_row and not self.rolled_back
+        worse = replace(
+            self,
+            lr_factor=self.lr_factor if spared else max(self.lr_factor / bounds.lr_divisor, LEAST_LR_FACTOR),
+            nonfinite_in_a_row=in_a_row,
+            episode_start=step if self.episode_start is None else self.episode_start,
+            finite_in_a_row=0,
+        )
+        if worse.nonfinite_in_a_row < bounds.max_in_a_row or self.rolled_back:
+            return worse
+        return replace(worse, nonfinite_in_a_row=0, rolled_back=True, rollbacks=self.rollbacks + 1)
+
+    def is_exhausted(self, bounds: Bounds) -> bool:
+        """True if no response is left inside the run."""
+        return self.rolled_back and self.nonfinite_in_a_row >= bounds.max_in_a_row
+
+
+@dataclass(frozen=True)
+class RecoveryState:
+    """What a run does differently because of faults. It is part of checkpoints, and never changes the configuration.
+
+    Attributes:
+        bad_batches: steps that are skipped without being computed, ascending.
+        bad_batches_in_a_row: bad batches since the last other step. A step in which all agents overflow is another
+            step: the loss scale is halved, so overflows stop by themselves.
+        requested_lr_factor: multiplies the learning rate of every agent; the supervisor asks for it.
+        micro_batch_size: the most rows per process and micro-step; None: as configured.
+        parts_of_group: in how many parts the completions of a prompt take their passes.
+        recompute: layers are recomputed in the backward pass, whatever is configured.
+        pass_per_agent: every agent takes passes of its own, whatever is configured.
+    """
+
+    bad_batches: tuple[BadBatch, ...] = ()
+    bad_batches_in_a_row: int = 0
+    requested_lr_factor: float = 1.0
+    micro_batch_size: int | None = None
+    parts_of_group: int = 1
+    recompute: bool = False
+    pass_per_agent: bool = False
+
+    def limit(self, batch_size: int) -> int:
+        """Rows per process and micro-step where the configuration asks for `batch_size`."""
+        return min(batch_size, self.micro_batch_size or batch_size)
+
+    def is_bad_batch(self, step: int, rows: Callable[[int], Sequence[int]]) -> bool:
+        """True if every agent was nonfinite at this step before, on the same rows.
+
+        Args:
+            rows: returns the rows of a step; called only if the step was bad, because it takes time.
+        """
+        known = [batch.rows for batch in self.bad_batches if batch.step == step]
+        return bool(known) and tuple(rows(step)) in known
+
+    def after_other_step(self) -> RecoveryState:
+        """The state after a step in which not all agents were nonfinite."""
+        return replace(self, bad_batches_in_a_row=0) if self.bad_batches_in_a_row else self
+
+    def after_bad_batch(self, batch: BadBatch) -> RecoveryState:
+        """The state after a step in which all agents were nonfinite."""
+        return replace(self.with_batches([batch]), bad_batches_in_a_row=self.bad_batches_in_a_row + 1)
+
+    def with_batches(self, batches: Sequence[BadBatch]) -> RecoveryState:
+        """The state that skips these batches as well."""
+        return replace(self, bad_batches=tuple(sorted({*self.bad_batches, *batches}, key=lambda b: (b.step, b.rows))))
+
+    def without_batches_from(self, step: int) -> RecoveryState:
+        """The state that no longer skips the batches of this step and of later ones."""
+        return replace(self, bad_batches=tuple(batch for batch in self.bad_batches if batch.step < step))
+
+    def with_requests(self, lr_factor: float, micro_batch_size: int | None) -> RecoveryState:
+        """The state with the requests of the supervisor; a request never loosens a limit."""
+        sizes = [size for size in (self.micro_batch_size, micro_batch_size) if size is not None]
+        return replace(
+            self,
+            requested_lr_factor=min(self.requested_lr_factor, lr_factor),
+            micro_batch_size=min(sizes, default=None),
+        )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RecoveryState:
+        """The inverse of `dataclasses.asdict`, also after a way through JSON."""
+        batches = tuple(BadBatch(batch["step"], tuple(batch["rows"])) for batch in values["bad_batches"])
+        return cls(**{**values, "bad_batches": batches})
+
+
+@dataclass(frozen=True)
+class CrowdChange:
+    """An agent that is stopped.
+
+    Attributes:
+        step: the optimizer steps taken when it acts.
+        agent: the number of the agent.
+    """
+
+    step: int
+    agent: int
+
+    def __str__(self) -> str:
+        return f"stop agent{self.agent}"
+
+
+@dataclass(frozen=True)
+class History:
+    """How the crowd has changed, and will change.
+
+    Attributes:
+        since: the optimizer steps taken at the last change.
+        agent_steps: the steps taken until then, counted for every agent that took them.
+        planned: changes to come, in order.
+        made: changes so far.
+    """
+
+    since: int = 0
+    agent_steps: int = 0
+    planned: tuple[CrowdChange, ...] = ()
+    made: tuple[CrowdChange, ...] = ()
+
+    def with_planned(self, changes: Sequence[CrowdChange]) -> History:
+        """The history with more changes to come. A known change counts once."""
+        new = [change for change in changes if change not in (*self.planned, *self.made)]
+        return replace(self, planned=tuple(sorted((*self.planned, *new), key=lambda change: change.step)))
+
+    def due(self, step: int) -> tuple[CrowdChange, ...]:
+        """The changes that act when `step` steps are taken."""
+        return tuple(change for change in self.planned if change.step <= step)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> History:
+        """The inverse of `dataclasses.asdict`, also after a way through JSON."""
+        changes = {key: tuple(CrowdChange(**each) for each in values[key]) for key in ("planned", "made")}
+        return cls(**{**values, **changes})
 
 
 @dataclass(frozen=True)
@@ -247,92 +438,3 @@ class TrainState:
             "history": History.from_dict(values["history"]),
         }
         return cls(**{**values, **rebuilt})
-
-
-#: Steps between two copies, and so the most that a rollback loses. A copy costs as much as the optimizer's step.
-EVERY_STEPS: Final = 20
-
-
-@dataclass
-class _Snapshot:
-    """The state of one agent after `step` steps; it has no moments before the optimizer's first step."""
-
-    step: int
-    weights: Tensor
-    moments: dict[str, Tensor]
-
-
-class LastGood:
-    """The snapshots to which agents can be rolled back: weights and moments, copied every few steps while finite.
-
-    They lie in the memory of the device, so that a copy waits for no transfer.
-
-    Args:
-        rows: the weights, a parameter [P] for each agent.
-        optimizer: holds the moments of an agent as its state of that parameter.
-    """
-
-    def __init__(self, rows: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        self._rows, self._optimizer = rows, optimizer
-        self._snapshots: dict[int, _Snapshot] = {}
-
-    def keep_agents(self, rows: Sequence[nn.Parameter], kept: Sequence[int]) -> None:
-        """Continue with the agents at these places, whose weights are `rows` now."""
-        self._rows = rows
-        self._snapshots = {k: self._snapshots[place] for k, place in enumerate(kept) if place in self._snapshots}
-
-    def keep(self, agent: int, step: int) -> None:
-        """Copy the agent as it is after `step` steps, into the place of the copy before."""
-        row = self._rows[agent]
-        weights, moments = row.detach(), self._optimizer.state.get(row, {})
-        old = self._snapshots.get(agent)
-        if old is None or old.moments.keys() != moments.keys():
-            copies = {name: tensor.clone() for name, tensor in moments.items()}
-            self._snapshots[agent] = _Snapshot(step, weights.clone(), copies)
-            return
-        old.step = step
-        old.weights.copy_(weights)  # into the memory it has: a new allocation every 20 steps would fragment a GPU's
-        for name, tensor in moments.items():
-            old.moments[name].copy_(tensor)
-
-    def begin(self, step: int) -> None:
-        """Copy every agent that has no snapshot, so that a rollback is possible from the first step on."""
-        for agent in range(len(self._rows)):
-            if agent not in self._snapshots:
-                self.keep(agent, step)
-
-    def keep_if_due(self, step: int, finite: Iterable[int]) -> None:
-        """Copy these agents if `step` is one for copies."""
-        for agent in finite if step % EVERY_STEPS == 0 else ():
-            self.keep(agent, step)
-
-    def roll_back(self, agent: int) -> int:
-        """Give the agent the weights and moments of its snapshot; returns the step of the snapshot."""
-        kept, row = self._snapshots[agent], self._rows[agent]
-        row.data.copy_(kept.weights)
-        self._optimizer.state.pop(row, None)
-        if kept.moments:
-            self._optimizer.state[row] = {name: tensor.clone() for name, tensor in kept.moments.items()}
-        return kept.step
-
-    def state_of(self, agents: Iterable[int]) -> dict[str, Any]:
-        """The snapshots of these agents, for a checkpoint."""
-        snapshots = {f"agent{k}": self._snapshots[k] for k in agents}
-        return {name: {"step": s.step, "weights": s.weights, "moments": s.moments} for name, s in snapshots.items()}
-
-    def load(self, agents: Iterable[int], saved: Mapping[str, Any]) -> None:
-        """The inverse of `state_of`."""
-        for k in agents:
-            row, state = self._rows[k], saved[f"agent{k}"]
-            moments = placed(state["moments"], row, self._optimizer)
-            self._snapshots[k] = _Snapshot(state["step"], state["weights"].to(row), moments)
-
-
-def placed(moments: Mapping[str, Tensor], row: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The saved moments of an agent, with the dtype and device of its weights `row`.
-
-    The step counter stays an fp32 scalar. As in torch's `load_state_dict` it is on the CPU unless the optimizer is
-    fused: a plain AdamW reads it in every step, which would wait for a GPU.
-    """
-    place_of_step = row.device if optimizer.defaults.get("fused") else torch.device("cpu")
-    return {name: tensor.to(place_of_step) if name == "step" else tensor.to(row) for name, tensor in moments.items()}

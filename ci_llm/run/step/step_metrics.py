@@ -220,7 +220,7 @@ class Learning:
         ]
 
     def has_seen_enough(self) -> bool:
-        """Whether enough steps were seen to withdraw a warning."""
+        """True if enough steps were seen to withdraw a warning."""
         return self.first_loss is not None and len(self._recent) == self.window
 
     def warning(self) -> str | None:

@@ -13,7 +13,9 @@ device = torch.device("cuda", 1)
 torch.cuda.set_device(device)
 weights = torch.ones(8, device=device)
 processes = SimpleNamespace(is_main_process=True, num_processes=1, device=device)
-attempt = SimpleNamespace(config=None, processes=processes, finish_save_in_flight=lambda: None)
+attempt: Any = SimpleNamespace(
+    config=None, processes=processes, interrupts=None, pace=None, finish_save_in_flight=lambda: None
+)
 saved: list[tuple[int, int]] = []
 
 
@@ -26,10 +28,8 @@ def save(_generators: list[Any]) -> None:
     assert copy.tolist() == [1.0] * 8
 
 
-unused: Any = None
-emergency = EmergencySave(
-    attempt, unused, unused, torch.optim.SGD([weights]), SimpleNamespace(deadline=None), step=lambda: 1, save=save
-)
+walltime: Any = SimpleNamespace(deadline=None)
+emergency = EmergencySave(attempt, torch.optim.SGD([weights]), walltime, lambda: 1, save)
 weights + 1  # work of the step that is given up, behind the boundary
 emergency._save_boundary()
 ((index, stream),) = saved

@@ -1,8 +1,4 @@
-"""Changes of the crowd: the agents that are stopped, and the requests to stop one.
-
-A run begins with the agents of its configuration, and an agent can be stopped between two optimizer steps. Changes are
-plain values, the same on every process, and part of the state of a run, so that a resume builds the crowd of its
-checkpoint and makes the changes that follow at the same steps.
+"""Requests to stop an agent, and the record of what the run decided.
 
 Anybody who may write to the run's folder may ask for an agent to be stopped: a request is a file in `requests/`, which
 the main process takes between two steps. What it decides is in `crowd_changes.json` before it acts, with the step, so
@@ -13,74 +9,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ci_llm.config import Config
-from ci_llm.config.own_keys import NAME
 from ci_llm.core.durable import read_json, write_json
 from ci_llm.core.run_folder import CROWD_CHANGES, read_known, write_known
-
-
-@dataclass(frozen=True)
-class CrowdChange:
-    """An agent that is stopped.
-
-    Attributes:
-        step: the optimizer steps taken when it acts.
-        agent: the number of the agent.
-    """
-
-    step: int
-    agent: int
-
-    def __str__(self) -> str:
-        return f"stop agent{self.agent}"
-
-
-@dataclass(frozen=True)
-class History:
-    """How the crowd has changed, and will change.
-
-    Attributes:
-        since: the optimizer steps taken at the last change.
-        agent_steps: the steps taken until then, counted for every agent that took them.
-        planned: changes to come, in order.
-        made: changes so far.
-    """
-
-    since: int = 0
-    agent_steps: int = 0
-    planned: tuple[CrowdChange, ...] = ()
-    made: tuple[CrowdChange, ...] = ()
-
-    def with_planned(self, changes: Sequence[CrowdChange]) -> History:
-        """The history with more changes to come. A known change counts once."""
-        new = [change for change in changes if change not in (*self.planned, *self.made)]
-        return replace(self, planned=tuple(sorted((*self.planned, *new), key=lambda change: change.step)))
-
-    def due(self, step: int) -> tuple[CrowdChange, ...]:
-        """The changes that act when `step` steps are taken."""
-        return tuple(change for change in self.planned if change.step <= step)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> History:
-        """The inverse of `dataclasses.asdict`, also after a way through JSON."""
-        changes = {key: tuple(CrowdChange(**each) for each in values[key]) for key in ("planned", "made")}
-        return cls(**{**values, **changes})
-
-
-def config_of(config: Config, numbers: Sequence[int]) -> Config:
-    """The configuration whose `agents` are those of these numbers."""
-    if [*numbers] == [*range(config.num_agents)]:
-        return config
-    entries = config.agents or ({},) * config.num_agents
-    own = tuple({NAME: f"agent{number}", **entries[number]} for number in numbers)
-    return config.model_copy(update={"agents": own, "num_agents": len(own)})
-
+from ci_llm.run.step.state import CrowdChange
 
 FOLDER: Final = "requests"
 
@@ -118,7 +55,7 @@ def ask(run_folder: Path, agent: int) -> CrowdRequest:
 
 
 def is_waiting(run_folder: Path) -> bool:
-    """Whether a request lies in the folder; asked at every step.
+    """True if a request lies in the folder; asked at every step.
 
     It takes one system call if nobody has asked yet, and four afterwards. `stat` would take as long, and would not see
     a second request within the same tick of the disk's clock.

@@ -11,20 +11,9 @@ from ci_llm.config import Config
 from ci_llm.core.evaluation_file import Best
 from ci_llm.core.run_folder import CROWD_CHANGES
 from ci_llm.core.typed_json import dump_json, load_json
-from ci_llm.run.start.agent_settings import crowd_settings
-from ci_llm.run.step.members import (
-    FOLDER,
-    CrowdChange,
-    ask,
-    config_of,
-    decide,
-    forget_after,
-    is_waiting,
-    read_record,
-    read_waiting,
-)
-from ci_llm.run.step.nonfinite_policy import AgentRecovery
-from ci_llm.run.step.state import AgentState, TrainState, Validation
+from ci_llm.run.start.agent_settings import config_of, crowd_settings
+from ci_llm.run.step.requests import FOLDER, ask, decide, forget_after, is_waiting, read_record, read_waiting
+from ci_llm.run.step.state import AgentRecovery, AgentState, CrowdChange, TrainState, Validation
 
 FOUR = Config(num_agents=4)
 
