@@ -285,7 +285,7 @@ CAPS = {
     "core": 1510,
     "crowd": 4761,
     "data": 3286,
-    "distributed": 654,
+    "distributed": 651,
     "dry_run": 791,
     "embedded": 156,
     "evaluation": 759,
@@ -296,10 +296,10 @@ CAPS = {
     "mirror": 973,
     "objectives": 575,
     "report": 1092,
-    "run": 5077,
+    "run": 4967,
     "serve": 1405,
     "supervisor": 1710,
-    "sweep": 854,
+    "sweep": 853,
 }
 
 
