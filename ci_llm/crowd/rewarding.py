@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ci_llm.config import Config
-from ci_llm.crowd.drawing import as_drawn, write
+from ci_llm.crowd.completions import as_drawn, write
 from ci_llm.crowd.generation import Wanted, elect, final_answers, requests_of
 from ci_llm.crowd.judging import Judged
 from ci_llm.crowd.model import CrowdModel

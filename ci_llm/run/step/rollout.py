@@ -26,7 +26,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.determinism import seed_everything
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_folder import COMPLETIONS
-from ci_llm.crowd.drawing import Asked, Drawer
+from ci_llm.crowd.completions import Asked, Drawer
 from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.objective import GrpoObjective
 from ci_llm.crowd.rewarding import Asking, rewards_of_group
