@@ -84,7 +84,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_left_out(item: pytest.Item, elsewhere: list[Path]) -> bool:
-    """Whether only a campaign runs it, or another process."""
+    """True if only a campaign runs it, or another process."""
     if not campaign.in_full and item.get_closest_marker("campaign"):
         return True
     return not item.get_closest_marker("slow") and any(item.path.is_relative_to(path) for path in elsewhere)

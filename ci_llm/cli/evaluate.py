@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -119,15 +118,9 @@ def _as_text(call: argparse.Namespace, found: Evaluated) -> Iterator[str]:
         yield f"resumed: {found.resumed} of {len(found.rows)} rows were answered by an earlier call"
     yield duration(found.seconds) + (f", every answer in {found.predictions}" if found.predictions else "")
     if failed := failed_rows(found.rows):
-        yield f"failed: {len(failed)} of {len(found.rows)} rows" + ("" if call.failed else _where_failed(call, found))
+        yield f"failed: {len(failed)} of {len(found.rows)} rows" + ("" if call.failed else "; --failed lists them")
     if call.failed:
         yield from failed_lines(found, call.failed)
-
-
-def _where_failed(call: argparse.Namespace, found: Evaluated) -> str:
-    grep = shlex.join(["grep", '"correct": false', str(found.predictions)])
-    report = ", ci-llm report shows some" if call.output is None and found.evaluation.nll.agents else ""
-    return f"; --failed lists them{report}, and this prints all: {grep}"
 
 
 def _as_json(call: argparse.Namespace, found: Evaluated) -> object:

@@ -279,7 +279,7 @@ def keep_status(output_dir: Path) -> None:
     if status is not None:
         kept = _kept_path(output_dir, status.attempt)
         make_folders(kept.parent)
-        for last in last_records(output_dir, at_most=1 << 16)[-1:]:
+        for last in last_records(output_dir, at_most=1 << 20)[-1:]:
             heartbeat = max(status.heartbeat, last.get("time", 0.0))
             status = replace(status, step=max(status.step, last["step"]), heartbeat=heartbeat)
         write_json(kept, asdict(status))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ci_llm._version import __version__
 from ci_llm.config import Config, groups
@@ -23,6 +23,9 @@ from ci_llm.core.quantities import count, duration, size
 from ci_llm.errors import CiLlmError
 from ci_llm.report.facts import KINDS, Metrics, Points, RunFacts, seconds_by_kind
 from ci_llm.report.scores import failed_rows, gains, notes, read_trials, scores
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 NAME: Final = "report.html"
 MOST_ATTEMPTS: Final = 60
@@ -61,55 +64,45 @@ def render(facts: RunFacts) -> str:
     plots = plots_of(facts.metrics, restarts, facts.agents_names, words)
     solved = [row for row in facts.predictions if row["correct"] is not False]
     memory = facts.metrics.peak("memory/cuda_peak_bytes")
-    return render_template(
-        "page.html.j2",
-        {
-            "facts": facts,
-            "version": __version__,
-            "now": datetime.now().timestamp(),
-            "words": words,
-            "leaderboard": read_trials(facts.folder),
-            "scores": scores(evaluation) if evaluation else [],
-            "gains": list(gains(evaluation)) if evaluation else [],
-            "notes": list(notes(evaluation, facts.folder)) if evaluation else [],
-            "plots": [plot for plot in plots if not (is_free and plot.title.endswith(words.right))],
-            "attempts": attempts[-MOST_ATTEMPTS:],
-            "redone": sum(attempt.redone_steps for attempt in attempts),
-            "kinds": KINDS,
-            "spent": spent,
-            "total_s": sum(spent.values()) or 1.0,
-            "memory": memory if memory is not None else facts.metrics.peak("memory/resident_bytes"),
-            "solved": solved[:MOST_EXAMPLES],
-            "failed": failed_rows(facts.predictions)[:MOST_EXAMPLES],
-            "settings": list(_settings(facts.config)) if facts.config else [],
-            "folder": shlex.quote(str(facts.folder)),
-            "curves": curves_command(facts.folder) if (facts.folder / "tensorboard").is_dir() else "",
-            "is_final": (facts.folder / "final_checkpoint").is_dir(),
-            "most_lines": MOST_LINES,
-        },
+    return _template().render(
+        facts=facts,
+        version=__version__,
+        now=datetime.now().timestamp(),
+        words=words,
+        leaderboard=read_trials(facts.folder),
+        scores=scores(evaluation) if evaluation else [],
+        gains=list(gains(evaluation)) if evaluation else [],
+        notes=list(notes(evaluation, facts.folder)) if evaluation else [],
+        plots=[plot for plot in plots if not (is_free and plot.title.endswith(words.right))],
+        attempts=attempts[-MOST_ATTEMPTS:],
+        redone=sum(attempt.redone_steps for attempt in attempts),
+        kinds=KINDS,
+        spent=spent,
+        total_s=sum(spent.values()) or 1.0,
+        memory=memory if memory is not None else facts.metrics.peak("memory/resident_bytes"),
+        solved=solved[:MOST_EXAMPLES],
+        failed=failed_rows(facts.predictions)[:MOST_EXAMPLES],
+        settings=list(_settings(facts.config)) if facts.config else [],
+        folder=shlex.quote(str(facts.folder)),
+        curves=curves_command(facts.folder) if (facts.folder / "tensorboard").is_dir() else "",
+        is_final=(facts.folder / "final_checkpoint").is_dir(),
+        most_lines=MOST_LINES,
     )
 
 
-def render_template(name: str, contents: Mapping[str, Any]) -> str:
-    """Render a template of this package with these contents."""
+def _template() -> Template:
+    """The template of the page, compiled when a page is written."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
+    loader = PackageLoader("ci_llm.report", ".")
     environment = Environment(
-        loader=PackageLoader("ci_llm.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
         each.__name__: each for each in (duration, clock, share, cut, number, count, size, shlex.quote)
     }
-    environment.globals["paper"] = {
-        "size": (WIDTH, HEIGHT),
-        "frame": (LEFT, RIGHT, TOP, BOTTOM),
-    }
-    page: str = environment.get_template(name).render(**contents)
-    return page
+    environment.globals["paper"] = {"size": (WIDTH, HEIGHT), "frame": (LEFT, RIGHT, TOP, BOTTOM)}
+    return environment.get_template("page.html.j2")
 
 
 def _settings(config: Config) -> Iterator[tuple[str, list[tuple[str, str, bool]]]]:

@@ -38,7 +38,7 @@ class Terminal:
 
     Args:
         cwd: the folder it is started in.
-        is_terminal: whether its output goes to a pseudo-terminal, 90 columns wide, or into a pipe.
+        is_terminal: its output goes to a pseudo-terminal, 90 columns wide; else into a pipe.
         hasty: without pauses before a relaunch.
         program: what Python runs instead of safe_train.py.
     """

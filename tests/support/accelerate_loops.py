@@ -48,7 +48,7 @@ def hooked_loop(
 
     Args:
         save_every, kill_at: in micro-steps of one process; windows are of two.
-        told_epochs: whether the loop calls `set_epoch`, as the documentation of Accelerate has it.
+        told_epochs: the loop calls `set_epoch`, as the documentation of Accelerate has it.
     """
     torch.set_num_threads(1)
     place = Path(folder)

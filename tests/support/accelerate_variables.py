@@ -23,7 +23,7 @@ class Row:
         beside: variables that the launcher sets with it.
         settings: the keys of the configuration that it decides.
         hidden: the variable about which a line is said, and which Accelerate does not see.
-        refused: whether the run ends with exit code 2, and says what to use.
+        refused: the run ends with exit code 2, and says what to use.
         read_by: who acts on it, or why nobody does, if nothing of the above happens.
     """
 

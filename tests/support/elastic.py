@@ -308,7 +308,7 @@ def _miss_only_the_lost() -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether the process is there and has not been stopped."""
+    """True if the process is there and has not been stopped."""
     try:
         return is_alive(pid) and psutil.Process(pid).status() != psutil.STATUS_STOPPED
     except psutil.NoSuchProcess:

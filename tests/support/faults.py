@@ -78,7 +78,7 @@ class Now:
 
     @classmethod
     def strikes(cls, fault: Fault) -> bool:
-        """Whether it is time; leaves a line if so."""
+        """True if it is time; then it leaves a line."""
         if cls.step not in fault.steps or (fault.times and cls.struck[fault] >= fault.times):
             return False
         cls.struck[fault] += 1
