@@ -358,6 +358,10 @@ def _without_nan(logits: Tensor, row: Request, height: Tensor | None, learned: L
     try:
         finite, learned = without_nan(logits[:, None], learned)
         [values] = _numbers(finite, [row], [height], learned, row.top).tolist()
+        if math.isnan(values[1]):
+            raise ModelError(
+                "the aggregator makes NaN of finite numbers", where=f"aggregator={row.decoding.aggregator}"
+            )
     except Exception as error:  # noqa: BLE001 - as in `_of_group`
         return error
     return _chosen(values, row, row.top)
@@ -383,17 +387,19 @@ def draw(log_probs: Tensor, heights: Sequence[Tensor]) -> Tensor:
 
 
 def without_nan(per_agent: Tensor, learned: Learned | None) -> tuple[Tensor, Learned | None]:
-    """The logits [K', B, V] of the agents without NaN, with their learned numbers: a mean would spread the NaN.
+    """The logits [K', B, V] of the agents that can be compared, with their learned numbers: a mean would spread NaN.
+
+    Minus infinity is a probability of zero. Infinity, as where fp16 overflows, makes NaN of all probabilities.
 
     Raises:
-        ModelError: every agent has NaN.
+        ModelError: every agent has NaN or infinity.
     """
-    has_nan = per_agent.isnan().flatten(1).any(1)
+    has_nan = (per_agent.isnan() | per_agent.isposinf()).flatten(1).any(1)
     if not has_nan.any():
         return per_agent, learned
     if has_nan.all():
         raise ModelError(
-            "the logits of every agent hold NaN",
+            "the logits of every agent hold NaN or infinity",
             where="generation",
             hint="the base may make NaN of padded rows in its precision: give one prompt at a time, or another"
             " model_dtype",

@@ -61,8 +61,8 @@ class LoopSaver:
 
     def save(self, step: int, contents: Callable[[], dict[str, Any]], *, force: bool = False) -> None:
         """Save what `contents` returns as `step`, if any process finds that due. A collective, and so is `contents`."""
-        if step != self._saved and (force or self.manager.due.is_due(step)):
-            self.manager.save(step, contents(), force=True)
+        wanted = step != self._saved and (force or self.manager.due.is_due(step))
+        if wanted and self.manager.save(step, contents(), force=True):  # a full disk drops it: the end tries again
             self._saved = step
 
     def gather(self, value: Any) -> list[Any]:

@@ -160,8 +160,10 @@ def save(trainer: Trainer, attempt: Attempt) -> None:
     logger.debug("step %d: save begins; the one before: %s", step, manager.last_result)
     contents, info = contents_of(trainer, attempt)
     with trainer.heartbeat.resting():  # a slow disk is no hang
-        manager.save(step, contents, force=True, info=info, keep={*trainer.kept_steps, *attempt.mirror.sending})
-    call_event(trainer, attempt, "on_save")
+        keep = {*trainer.kept_steps, *attempt.mirror.sending}
+        begun = manager.save(step, contents, force=True, info=info, keep=keep)
+    if begun:
+        call_event(trainer, attempt, "on_save")
 
 
 def save_before_error(trainer: Trainer, attempt: Attempt) -> None:

@@ -31,6 +31,7 @@ from ci_llm.errors import ConfigError
 from ci_llm.run.end.attempt import Attempt
 from ci_llm.run.start import agent_settings, loading
 from ci_llm.run.start.cost_model import settle
+from ci_llm.run.start.optimizer import optimizer_of
 from ci_llm.run.start.resume import RunCheckpoint
 from ci_llm.run.step.evaluator import Evaluator
 from ci_llm.run.step.nonfinite import LastGood, NonFiniteResponse
@@ -141,7 +142,7 @@ def assemble(
         validation=Validation(config.metric_for_best_model),
     )
     agent_settings.prepare_agents(crowd.agents, config, rows, rows_per_step, steps)
-    optimizer = agent_settings.optimizer_of(config, crowd)
+    optimizer = optimizer_of(config, crowd)
     attempt.manager.watch(optimizer)
     last_good = LastGood(crowd.storage.rows, optimizer)
     memory = MemoryRelief(config, base, crowd, processes.num_processes)

@@ -286,10 +286,13 @@ def test_settings_of_one_text_have_no_effect_on_another(llama: Crowd) -> None:
     assert first.top[0] == (first.id, first.log_probability), "the most probable token comes first"
 
 
-def test_an_error_in_one_row_fails_that_row_only(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("unusable", [float("nan"), float("inf")])
+def test_an_error_in_one_row_fails_that_row_only(
+    unusable: float, llama: Crowd, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logits = torch.randn(K, 4, 9, generator=torch.Generator().manual_seed(0))
-    logits[1, 1, 3] = float("nan")
-    logits[:, 2, 0] = float("nan")
+    logits[1, 1, 3] = unusable
+    logits[:, 2, 0] = unusable
     how = Decoding(do_sample=True)
 
     def row(n: int) -> Request:
@@ -301,6 +304,12 @@ def test_an_error_in_one_row_fails_that_row_only(llama: Crowd, monkeypatch: pyte
     [two] = choose(logits[[0, 2]][:, 1:2], [row(1)])
     assert found[1] == two, "the agent with NaN is left out of this row"
     assert isinstance(found[2], ModelError)
+
+    monkeypatch.setattr(
+        aggregators, "_OWN", {**aggregators._OWN, "logit": (lambda each: each.mean(0) * float("nan"), None)}
+    )
+    [spoilt] = choose(logits[:, [0]], [Request([0], Decoding(aggregator="logit"))])
+    assert isinstance(spoilt, ModelError)
 
     def broken(log_probs: torch.Tensor) -> torch.Tensor:
         if log_probs.shape[1] != 1 or log_probs[0, 0].argmax() == log_probs[0, :, :].argmax():

@@ -13,7 +13,7 @@ from ci_llm.config import Config
 from ci_llm.core.run_folder import Recovery, read_failures, write_recovery
 from ci_llm.core.run_status import read_status
 from ci_llm.distributed.ballot import Verdict
-from ci_llm.run.start.agent_settings import schedule
+from ci_llm.run.start.optimizer import schedule
 from ci_llm.run.step.nonfinite import findings_of
 from tests.support.faults import KEYS, Fault, fired, metrics, said, train, train_with_faults, weights
 from tools.testbed.forkserver import ForkServer

@@ -1,14 +1,12 @@
-"""What each agent is, by the configuration: its adapter, objective, rows, learning rate and group of the optimizer.
+"""What each agent is, by the configuration: its adapter, objective, rows and training.
 
 A run needs them at its start, and again whenever its crowd changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
-
-import torch
 
 from ci_llm import objectives
 from ci_llm.agents.agent import Agent, Training
@@ -19,10 +17,10 @@ from ci_llm.crowd.objective import GrpoObjective, NextToken, Preferences, Traine
 from ci_llm.data.agent_rows import Course
 from ci_llm.data.order import Plan
 from ci_llm.data.tokens import TokenizedRows
-from ci_llm.lora.schedules import factor
 from ci_llm.lora.settings import FIELD_OF_KEY, AgentLora, LoraSettings
 from ci_llm.objectives.grpo import Grpo
 from ci_llm.objectives.grpo.rewards import rewards_of
+from ci_llm.run.start.optimizer import schedule
 
 
 def lora_settings(config: Config) -> LoraSettings:
@@ -94,22 +92,6 @@ def training_of(own: Config, agent: AgentLora) -> tuple[Hashable, ...]:
     draws = agent.dropout or agent.dropconnect or own.row_weights == "bootstrap"
     drawn = (agent.seed, agent.index) if draws else None
     return (drawn, *(getattr(own, key) for key in OWN_KEYS if key != "seed"))
-
-
-def optimizer_of(config: Config, crowd: Crowd) -> torch.optim.Optimizer:
-    """The optimizer of the agents of `config`."""
-    betas, groups = (config.adam_beta1, config.adam_beta2), [agent.optimizer_group for agent in crowd.agents]
-    return torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, fused=True)
-
-
-def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
-    """The learning rate as a pure function of the 0-based step.
-
-    That of a trial follows the length of a whole trial, wherever this run ends; later steps have the last rate.
-    """
-    total = config.trial_steps or total_steps
-    share = factor(config.lr_scheduler_type, config.warmup_steps(total), total)
-    return lambda step: config.learning_rate * share(min(step, total))
 
 
 def config_of(config: Config, numbers: Sequence[int]) -> Config:

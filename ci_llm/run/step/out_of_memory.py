@@ -34,6 +34,8 @@ def in_parts(courses: Courses, micro_batches: list[MicroBatch], size: int) -> li
     """The micro-batches divided into ones of at most `size` rows of each course, in order."""
     if all(num_units(batch) <= size for batch in micro_batches):
         return micro_batches
+    known = {agents for agents, _ in courses.different}
+    assert all(own.agents in known for batch in micro_batches for own in batch), "no row leaves the step"
     each = []
     for agents, course in courses.different:
         owned = (own.batch for batch in micro_batches for own in batch if own.agents == agents)
