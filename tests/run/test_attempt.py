@@ -98,6 +98,12 @@ def test_the_command_that_resumes_is_that_of_the_launcher(
     monkeypatch.setattr(shutil, "which", PATH.get)
     assert attempt.command_line(launch("torchrun", tuple(command))) == expected
     assert attempt.command_line(launch("python")) == "python train.py"
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
+    assert attempt.command_line(launch("python")) == "python train.py"
+    monkeypatch.setattr(sys, "orig_argv", ["/venv/bin/python", "/venv/bin/ci-llm", "train"])
+    assert attempt.command_line(launch("python")) == "/venv/bin/ci-llm train"
+    monkeypatch.setattr("shutil.which", lambda name: f"/venv/bin/{name}")
+    assert attempt.command_line(launch("python")) == "ci-llm train"
 
 
 def test_the_command_is_the_launchers_after_the_launcher_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

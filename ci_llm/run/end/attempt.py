@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -274,7 +275,7 @@ def command_line(launch: Launch, changes: Mapping[str, str | None] | None = None
     """
     if launch.called_at is not None and (changes is not None or hasattr(sys, "ps1")):
         return _call_again(changes or {})
-    command = [*(launch.launcher_command or sys.orig_argv)]
+    command = [*(launch.launcher_command or _own_words())]
     if changes is not None:
         arguments = [*launch.arguments]
         program = command[: len(command) - len(arguments)]
@@ -283,6 +284,16 @@ def command_line(launch: Launch, changes: Mapping[str, str | None] | None = None
         given = [f"{key}={value}" for key, value in changes.items() if value is not None]
         command = [*program, *arguments_without(launch.arguments, changes), *given]
     return shell_line(command)
+
+
+def _own_words() -> list[str]:
+    """The words that started this program; a command that pip has installed needs no interpreter before it."""
+    python, *words = sys.orig_argv
+    if not words or not Path(python).is_absolute() or Path(words[0]).parent != Path(python).parent:
+        return [python, *words]
+    command, *words = words
+    name = Path(command).name
+    return [name if shutil.which(name) == command else command, *words]
 
 
 def _call_again(changes: Mapping[str, str | None]) -> str:
