@@ -25,10 +25,10 @@ from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError
 from ci_llm.logs import hardware, run_log
 from ci_llm.mirror.head import TOKEN_FILE
 from ci_llm.report import page
-from ci_llm.run.step import members
+from ci_llm.run.step import requests
 
 MOVED = {FINAL, QUARANTINE, SUPERSEDED, PREDICTIONS, hardware.FILE_NAME, page.NAME}
-MOVED |= {run_log.LOG_NAME, METRICS_NAME, members.FOLDER}
+MOVED |= {run_log.LOG_NAME, METRICS_NAME, requests.FOLDER}
 BESIDE = {OVERWRITTEN, TOKEN_FILE, SEGMENTS, SWEEP}
 
 
