@@ -20,6 +20,15 @@ from ci_llm.core.imports import set_library_defaults
 from ci_llm.errors import BadInput, CiLlmError, ConfigError, DamagedCheckpoint, first_line
 from ci_llm.interrupts import ABORTED_EXIT_CODE, BROKEN_PIPE_EXIT_CODE
 
+#: Words that commands took, as argparse names them in its errors, and what to use instead.
+_REMOVED: Final = {
+    "--soft": "leave it out: the crowd's distributions alone are learned",
+    "--start": "leave it out: the best known agent is where it begins",
+    "--distill-temperature": "leave it out: it is 1",
+    "--agents-per-prompt": "leave it out: all agents answer; --abstain-below P withholds an answer that is unsure",
+    "'clone'": "ci-llm agents stop RUN K; trials with settings of their own are a list: agents=[...] (docs/agents.md)",
+}
+
 
 class Parser(HelpfulParser):
     """Argparse's parser for the words after `ci-llm COMMAND`; every command takes `--debug`.
@@ -54,7 +63,8 @@ class Parser(HelpfulParser):
         return f"{name}{equals}{value}" if is_known else word
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, where="command line", hint=f"{self.prog} --help all")
+        instead = next((told for word, told in _REMOVED.items() if word in message.replace("_", "-")), None)
+        raise ConfigError(message, where="command line", hint=instead or f"{self.prog} --help all")
 
 
 _HELP: Final = Path(__file__).with_name("help")

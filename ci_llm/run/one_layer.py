@@ -1,4 +1,4 @@
-"""One layer and the head of a run, computed by themselves: the digest that a resume compares, and trials.
+"""One layer and the head of a run, computed by themselves: the digest that a resume compares, and the trial of kernels.
 
 The digest shows whether a machine gives the bits that another one gave. The names of versions and devices do not show
 that: a library picks its kernels by what it finds, and may pick others under the same names. So one decoder layer and
@@ -7,20 +7,13 @@ bitwise only where names and digest are both those of the checkpoint.
 
 One trial decides which fast kernels a run uses. Rows with lengths of the run are computed plainly, and with each part
 of `ci_llm/lora/kernels.py`. A part whose losses or gradients differ from those of the family's own code stays plain.
-
-Another one takes the fastest of a few numbers of CPU threads: more than a small base can use make a step slower, as
-each operation waits for the last of them. The number decides bits. So a second start takes what the first one found,
-from the user's cache, and a resume what its checkpoint says.
 """
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -33,10 +26,8 @@ from ci_llm.checkpoints.manifest import digest
 from ci_llm.config import Config
 from ci_llm.config.own_keys import AUTO
 from ci_llm.core import determinism
-from ci_llm.core.durable import make_folders, read_object, write_json
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.core.numerics import FAST, PLAIN, names, names_of_all
-from ci_llm.core.remote import cache_folder
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.agent_rows import sampled
 from ci_llm.data.batches import MicroBatch, Owned, pack
@@ -46,6 +37,7 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.passes import describe_error, distance, tolerance
 from ci_llm.lora.reading import compute_dtype
+from ci_llm.run.thread_trial import try_threads
 from ci_llm.run.trainer import Trainer
 
 T = TypeVar("T")
@@ -301,78 +293,3 @@ def _losses_and_gradients(
             return [sums, *(each.grad.clone() for each in trained if each.grad is not None)]
         finally:
             crowd.compute_fast(())
-
-
-#: Each number is tried so often, in turns, and its shortest time counts: what else the machine does only adds to it.
-ROUNDS: Final = 3
-
-
-#: The smallest number that takes at most so many times as long as the fastest one is taken.
-AS_FAST: Final = 1.05
-
-
-#: A round goes down the numbers until one takes so many times as long: one thread may take minutes on a large base.
-FAR_SLOWER: Final = 3.0
-
-
-def try_threads(
-    once: Callable[[], object], like: Mapping[str, Any], processes: Processes, interrupts: Interrupts
-) -> str | None:
-    """Set the fastest number of threads, the same on all processes; returns a line for people. A collective.
-
-    Args:
-        once: forward and backward on rows like those of the run, without an effect on it.
-        like: what the choice depends on, beside the number of cores.
-
-    Returns:
-        None if all stays as it was: the number is given, there is one core, memory ran out, or a stop is requested.
-    """
-    most = min(processes.gather_object(processes.launch.threads_per_process if processes.chooses_threads else 1))
-    if most == 1:
-        return None
-    counts, before = [*(1 << power for power in range((most - 1).bit_length())), most], torch.get_num_threads()
-    record = cache_folder("threads") / f"{digest([repr((like, most)).encode()])}.json"
-    if (known := processes.broadcast_object(_known(record))) in counts:
-        torch.set_num_threads(known)
-        return f"{known} of {most} cores, as an earlier start found: {record}"
-    seconds = _tried(counts, once, processes, interrupts)
-    taken = min((n for n in seconds if seconds[n] <= AS_FAST * min(seconds.values())), default=before)
-    torch.set_num_threads(taken)
-    if not seconds:
-        return None
-    took = ", ".join(f"{count}: {each * 1000:.3g} ms" for count, each in seconds.items() if each < math.inf)
-    line = f"{taken} of {most} cores, by a trial of one layer ({took}); cpu_threads=N is another number"
-    if processes.is_main_process:
-        try:
-            make_folders(record.parent)
-            write_json(record, {**like, "cores": most, "threads": taken})
-        except OSError as error:
-            line += f"; the next start tries again, as {record.parent} cannot be written: {error.strerror}"
-    return line
-
-
-def _tried(counts: list[int], once: Callable[[], object], processes: Processes, asked: Interrupts) -> dict[int, float]:
-    """The shortest time of each number, on the slowest process; {} if memory ran out or a stop was requested."""
-    shortest = dict.fromkeys(counts, math.inf)
-    for _ in range(ROUNDS):
-        for count in reversed(counts):
-            torch.set_num_threads(count)
-            begun = time.perf_counter()
-            _, complaint = unless_out_of_memory(once)
-            processes.follow()  # a process that ran out of memory owes its peers the rest of their gathers
-            own = time.perf_counter() - begun, complaint or asked.stop_reason
-            seconds, reasons = zip(*processes.gather_object(own), strict=True)
-            if any(reasons):
-                return {}
-            shortest[count] = min(shortest[count], max(seconds))
-            if max(seconds) > FAR_SLOWER * min(shortest.values()):
-                break
-    return shortest
-
-
-def _known(record: Path) -> Any:
-    """What an earlier start kept; None if it is missing or cannot be read."""
-    try:
-        return read_object(record).get("threads")
-    except (OSError, ValueError):
-        return None

@@ -62,6 +62,8 @@ _ENDLESS: Final = 8  # times the largest body
 _OWN_PAGES: Final = ("same-origin", "none")
 #: Paths that need no key.
 _FREE: Final = ("/healthz", "/metrics", "/")
+#: Paths that there were, and what to use instead.
+_REMOVED: Final = dict.fromkeys(("/tokenize", "/detokenize"), "; the tokenizer in the folder of the run does that")
 _GONE: Final = 499  # the client has gone
 #: Seconds for the current step of the engine when all answers are written or given up.
 _LEAVE_S: Final = 5.0
@@ -313,7 +315,7 @@ async def _no_such(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
     known = {
-        404: (f"Unknown request URL: {method} {path}", "unknown_url"),
+        404: (f"Unknown request URL: {method} {path}{_REMOVED.get(path, '')}", "unknown_url"),
         405: (f"{path} does not take {method}", "method_not_allowed"),
     }
     what, code = known.get(error.status_code, (str(error.detail), None))

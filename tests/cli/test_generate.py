@@ -132,6 +132,7 @@ def test_a_bad_call_is_one_message(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert "--aggregator: invalid choice" in refused(capsys, run, "hello", "--aggregator", "median")
     assert "a stop string is empty" in refused(capsys, run, "hello", "--stop", "")
     assert "--batch-size: must be at least 1" in refused(capsys, run, "hello", "--batch-size", "0")
+    assert "all agents answer" in refused(capsys, run, "hello", "--agents-per-prompt", "1.6")
 
 
 @pytest.mark.slow

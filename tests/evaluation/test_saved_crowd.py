@@ -360,6 +360,7 @@ def test_an_evaluation_that_does_not_fit_continues_in_smaller_batches(
         (["--max-samples", "0"], "--max-samples: must be at least 1"),
         (["--metric", "bleu"], "--metric: invalid choice: 'bleu'"),
         (["--abstain-below", "2"], "--abstain-below: must be a probability"),
+        (["--agents-per-prompt", "2"], "leave it out: all agents answer"),
         (["more"], "'more' is neither an option nor key=value"),
         (["learning_rate=1"], "learning_rate cannot be changed for an evaluation"),
         (["rewards=final_number"], "rewards judge the answers of agents that learned by rewards, and these did not"),

@@ -82,6 +82,9 @@ CHATS: dict[str, tuple[Any, int, str | None, str | None]] = {
     "logit_bias": (chat(logit_bias={"5": 1}), 400, "unsupported_parameter", "logit_bias"),
     "a typo": (chat(agents_per_promt=2), 400, "unknown_parameter", "agents_per_promt"),
     "a typo of ours": (chat(ci_llm={"agregator": "x"}), 400, "unknown_parameter", "ci_llm.agregator"),
+    "a field that left": (
+        chat(ci_llm={"agents_per_prompt": 2}), 400, "unknown_parameter", "ci_llm.agents_per_prompt",
+    ),
     "unknown aggregator": (chat(ci_llm={"aggregator": "x"}), 400, "invalid_value", "ci_llm.aggregator"),
     "a vote that draws": (
         chat(temperature=1, ci_llm={"aggregator": "majority"}), 400, "invalid_value", "ci_llm.aggregator",
@@ -136,6 +139,7 @@ def test_each_bad_input_is_refused_with_the_field_that_is_wrong(
 def test_wrong_paths_methods_and_keys_are_refused(served: Listening) -> None:
     http = served.http
     assert refused(http.post("/v1/responses", json={})) == (404, "unknown_url", None)
+    assert "the tokenizer in the folder of the run" in http.post("/tokenize", json={}).json()["error"]["message"]
     assert refused(http.get("/v1/chat/completions")) == (405, "method_not_allowed", None)
     assert refused(http.get("/v1/models/gpt-5")) == (404, "model_not_found", "model")
     for key in ("", "Bearer x", "Bearer ä"):
