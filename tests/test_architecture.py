@@ -296,7 +296,7 @@ CAPS = {
     "mirror": 973,
     "objectives": 575,
     "report": 1084,
-    "run": 4985,
+    "run": 4984,
     "serve": 1405,
     "supervisor": 1710,
     "sweep": 853,
