@@ -255,8 +255,7 @@ def conclude(trainer: Trainer, attempt: Attempt) -> tuple[str | None, Evaluation
             scores = evaluator.scores(step, trainer.micro_batch_size)
         answers = evaluator.answers(step, trainer.micro_batch_size) if scores is not None else None
         example = answers.example if answers is not None else evaluator.example(step)
-    has_answers = answers is not None
-    base = None if scores is None else evaluator.base(step, trainer.micro_batch_size, answers=has_answers)
+    base = None if scores is None else evaluator.base(step, trainer.micro_batch_size, answers=answers is not None)
     stop = evaluator.vote.reason()
     if stop is not None or scores is None:
         return stop, None

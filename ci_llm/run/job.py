@@ -233,8 +233,7 @@ def _resume(trainer: Trainer, attempt: Attempt, start: beginning.Start, requests
     if start.source is None:
         measure(trainer)
         return
-    restore = trainer.checkpoint.restore_environment
-    attempt.exactness = restore(start.source, trainer.state, partial(measure, trainer))
+    attempt.exactness = trainer.checkpoint.restore_environment(start.source, trainer.state, partial(measure, trainer))
     _log_line(f"exactness: {attempt.exactness}")
     _recover_evaluation(trainer, attempt, from_log=start.is_own)
 

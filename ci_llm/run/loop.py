@@ -65,12 +65,8 @@ def train(trainer: Trainer, attempt: Attempt, batches: Batches) -> str | None:
         attempt.pace.begin_step()
         known_bad = trainer.state.recovery.is_bad_batch(step, trainer.courses.rows_of_step)
         verdict = agree_on_gradients(trainer, attempt, step, [] if known_bad else micro_batches)
-        findings = findings_of(
-            verdict,
-            trainer.state.loss_scale,
-            known_bad=known_bad,
-            dropped=trainer.nonfinite.dropped(trainer.state),
-        )
+        dropped = trainer.nonfinite.dropped(trainer.state)
+        findings = findings_of(verdict, trainer.state.loss_scale, known_bad=known_bad, dropped=dropped)
         norms = apply_gradients(trainer, step, verdict, findings.left_out)
         num_rows = trainer.courses.num_rows_of(step)
         state = trainer.state.advance(num_rows, findings.tokens, findings.left_out, findings.overflowed)

@@ -147,8 +147,7 @@ def assemble(
     last_good = LastGood(crowd.storage.rows, optimizer)
     memory = MemoryRelief(config, base, crowd, processes.num_processes)
     objective = agent_settings.objective_of(config, crowd, processes.num_processes)
-    evaluator = Evaluator(config, crowd, eval_rows, StopVote(processes, attempt.interrupts, heartbeat), memory)
-    evaluator.objective, evaluator.judged = objective, [*{id(own): own for own in judged}.values()]
+    vote = StopVote(processes, attempt.interrupts, heartbeat)
     return Trainer(
         config=config,
         processes=processes,
@@ -164,7 +163,7 @@ def assemble(
             Bounds(), last_good, config.run_folder, holds_lease, drops_agents=config.trial_steps is not None
         ),
         memory=memory,
-        evaluator=evaluator,
+        evaluator=Evaluator(config, crowd, eval_rows, objective, judged, vote, memory),
         heartbeat=heartbeat,
         rollouts=Rollouts(Drawer(crowd, heartbeat.tick), processes),
         metrics=StepMetrics(state.names, crowd.device),

@@ -21,7 +21,7 @@ from ci_llm.core.work import working
 from ci_llm.crowd import scoring
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.judging import Ranking, rank
-from ci_llm.crowd.objective import GrpoObjective, NextToken, Preferences, TrainedObjective
+from ci_llm.crowd.objective import GrpoObjective, Preferences, TrainedObjective
 from ci_llm.crowd.rewarding import RewardScorer
 from ci_llm.crowd.scoring import AnswerScores, Questions, Scores, Solved, answer_questions, asked_of, score
 from ci_llm.data.agent_rows import EvaluationRows
@@ -45,29 +45,34 @@ class Evaluator:
     Args:
         rows: the rows to evaluate on. Where agents have sets of their own, all agents answer every set, in the batches
             that its owners would have alone. A set scores its owners, and all sets together score the crowd.
+        objective: judges pairs and rated rows.
+        judged: pairs or rated rows of every agent; all agents judge all different sets.
         vote: asks before each batch whether the run shall stop.
         memory: decides what is done when a batch does not fit.
 
     Attributes:
         at_most: the most rows at a time; None: as many as the configuration asks for.
-        objective: judges pairs and rated rows.
-        judged: sets of pairs or rated rows; all agents judge all sets.
         last_scores: those of the last evaluation in the middle of the run; None: this attempt has made none.
         note: called with fields of status.json before and after an evaluation, so that the attempt after a kill
             evaluates fewer rows at a time.
     """
 
-    at_most: int | None = None
-    objective: TrainedObjective = NextToken()
-    judged: Sequence[TokenizedRows] = ()
-    note: Callable[..., None] = staticmethod(lambda **_: None)
-
     def __init__(
-        self, config: Config, crowd: Crowd, rows: EvaluationRows, vote: StopVote, memory: MemoryRelief
+        self,
+        config: Config,
+        crowd: Crowd,
+        rows: EvaluationRows,
+        objective: TrainedObjective,
+        judged: Sequence[TokenizedRows],
+        vote: StopVote,
+        memory: MemoryRelief,
     ) -> None:
-        self._config, self._crowd, self.rows = config, crowd, rows
+        self._config, self._crowd, self.rows, self.objective = config, crowd, rows, objective
+        self._judged = [*{id(own): own for own in judged}.values()]
         self.vote, self._memory = vote, memory
+        self.at_most: int | None = None
         self.last_scores: Scores | None = None
+        self.note: Callable[..., None] = lambda **_: None
 
     def scores(self, step: int, micro_batch_size: int) -> Scores | None:
         """Scores by teacher forcing; None if a stop was asked for. A collective.
@@ -84,8 +89,8 @@ class Evaluator:
             return None
         scores = sets[0] if self.rows.are_common else Scores.of_sets(sets, self.rows.of_agent)
         objective = self.objective
-        if isinstance(objective, Preferences) and self.judged and not self._crowd.settings.outputs:
-            parts = _on_each(self.judged, lambda rows: self._ranking_on(objective, rows, step, micro_batch_size))
+        if isinstance(objective, Preferences) and self._judged and not self._crowd.settings.outputs:
+            parts = _on_each(self._judged, lambda rows: self._ranking_on(objective, rows, step, micro_batch_size))
             return None if parts is None else replace(scores, judged=Ranking.joined(parts))
         return scores
 
