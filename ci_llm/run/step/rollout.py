@@ -143,9 +143,7 @@ class Rollout:
         for group in self._all[:1]:
             yield f"prompt    {_one_line(self._prompter.question(group.asked.prompt))}"
             for text, found in [*zip(group.texts, group.rewards.tolist(), strict=True)][:count]:
-                told = ", ".join(
-                    f"{reward.name} {x:.3g}" for reward, x in zip(self.objective.rewards, found, strict=True)
-                )
+                told = ", ".join(f"{own.name} {x:.3g}" for own, x in zip(self.objective.rewards, found, strict=True))
                 yield f"          {told}: {_one_line(text)}"
 
     @cached_property
@@ -238,14 +236,12 @@ class Rollouts:
                 logger.warning(f"the completions of step {step + 1} are not written: {error}")
             self.disk_refuses = True
 
-    def _judged(
-        self, objective: GrpoObjective, step: int, one: Asked, course: Course, requests: Sequence[Any]
-    ) -> Group:
+    def _judged(self, objective: GrpoObjective, step: int, one: Asked, course: Course, drawn: Sequence[Any]) -> Group:
         prompter, grpo = objective.crowd.prompter, objective.grpo
         assert prompter is not None
-        failed = any(request.error is not None for request in requests)
-        end = min(requests[0].decoding.ends, default=0)
-        tokens = [request.tokens or [end] for request in requests]
+        failed = any(request.error is not None for request in drawn)
+        end = min(drawn[0].decoding.ends, default=0)
+        tokens = [request.tokens or [end] for request in drawn]
         texts = [prompter.text(ids) for ids in tokens]
         agent = objective.crowd.agents[one.agent]
         if failed:
@@ -255,7 +251,7 @@ class Rollouts:
             seed_everything(own.seed, "rewards", own.index, step, one.row)
             where = f"step {step + 1}, {agent.name}, {asking.place}"
             rewards = rewards_of_group(objective.rewards, asking, texts, tokens, where, grpo.reward_timeout)
-        cut = [request.finish != "stop" for request in requests]
+        cut = [request.finish != "stop" for request in drawn]
         return Group(one, tokens, texts, cut, failed, rewards, rewards.new_zeros(len(texts)))
 
     def _spreads(self, objective: GrpoObjective, each: Sequence[Sequence[Group]]) -> list[Tensor | None]:
