@@ -363,14 +363,14 @@ class GrpoObjective(_OfUnits):
     """The objective of a run whose agents draw what they learn from.
 
     Args:
-        objective: GRPO with the settings of all agents.
+        grpo: GRPO with the settings of all agents.
         rewards: the functions that judge completions.
         num_processes: the number of processes of the run.
         of_step: [K, M, 2] what this process adds to the sums of a step beside its passes; None outside of one.
         failed: agents that could not draw, because their numbers are not finite.
     """
 
-    objective: Grpo
+    grpo: Grpo
     crowd: CrowdModel
     rewards: tuple[Reward, ...]
     num_processes: int = 1
@@ -380,7 +380,7 @@ class GrpoObjective(_OfUnits):
     @cached_property
     def sums(self) -> Sums:
         """The numbers that are added up over micro-batches and processes."""
-        return Sums(tuple(own.name for own in self.rewards), self.objective.needs.reference, self.num_processes)
+        return Sums(tuple(own.name for own in self.rewards), self.grpo.needs.reference, self.num_processes)
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -396,14 +396,14 @@ class GrpoObjective(_OfUnits):
         learned, places = (weights > 0).double(), self.sums.places
         totals, metrics = [], output.states.new_zeros(len(agents), len(places), 2, dtype=torch.float64)
         for place, agent in enumerate(agents):
-            beta, temperature = self.objective.of_agent(agent)
+            beta, temperature = self.grpo.of_agent(agent)
             chunk, divergences = Tempered(temperature), None
             log_probs = self.crowd.target_log_probs(output.states[place : place + 1], batch, chunk)[0].double()
             if beta:
                 reference = self.crowd.reference((agent,), batch, Tempered(temperature))[0].double()
                 divergences = divergence(log_probs, reference)
                 metrics[place, places["kl"], 0] = (divergences.detach() * learned).sum()
-            totals.append((self.objective.token_losses(log_probs, gains, divergences, beta) * weights).sum())
+            totals.append((self.grpo.token_losses(log_probs, gains, divergences, beta) * weights).sum())
             metrics[place, places["entropy"], 0] = (torch.cat(chunk.entropies).double() * learned).sum()
         for name in ("entropy", "kl"):
             metrics[:, places[name], 1] = learned.sum()

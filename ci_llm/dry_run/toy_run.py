@@ -257,7 +257,7 @@ def rewards(context: CheckContext) -> str:
     rollout = trainer.rollouts.of_step(trainer.objective, 0, [asked], trainer.courses)
     if rollout.failure is not None:
         raise rollout.failure
-    return "\n".join(line.strip() for line in rollout.lines(trainer.objective.objective.num_generations))
+    return "\n".join(line.strip() for line in rollout.lines(trainer.objective.grpo.num_generations))
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ def agree_on_gradients(trainer: Trainer, attempt: Attempt, step: int, micro_batc
     save_wanted, rollout, of_run = False, None, trainer.objective
     if isinstance(of_run, GrpoObjective):
         rollout = trainer.rollouts.of_step(of_run, step, micro_batches, trainer.courses)
-        of_run = rollout.policy
+        of_run = rollout.objective
         if trainer.processes.agree(Ballot(0, failed=rollout.failure is not None)).failed:
             save_before_error(trainer, attempt)
             raise rollout.failure or failed_elsewhere(f"step {step + 1}")

@@ -103,14 +103,14 @@ def compared(groups: Sequence[Group], scale: str) -> list[Group]:
 def step_of(crowd: Crowd, objective: Any, each: Sequence[Sequence[Group]], *how: int) -> Tensor:
     """[K] the losses of a step in these parts; its gradients are in the crowd."""
     named = tuple(Reward(name, lambda **_: []) for name in "ab")
-    policy = GrpoObjective(objective, crowd, named)
+    learner = GrpoObjective(objective, crowd, named)
     crowd.train()
     crowd.storage.begin_step(0)
     losses, counted = torch.zeros(K, dtype=torch.float64), torch.zeros(K, dtype=torch.float64)
-    for number, batch in enumerate(Rollout(policy, each).parts(*how)):
+    for number, batch in enumerate(Rollout(learner, each).parts(*how)):
         crowd.storage.begin_micro_step(0, 0, number)
         for part in crowd.parts(batch):
-            found = [policy(output, 0) for output in crowd(part)]
+            found = [learner(output, 0) for output in crowd(part)]
             sum(loss.total for loss in found).backward()  # type: ignore[union-attr]
             for loss in found:
                 losses[loss.agents[0]] += loss.task[0]

@@ -103,9 +103,9 @@ class Evaluator:
         return self._on_all_processes("judge", step, len(rows), 2 * micro_batch_size, work, Ranking.joined)
 
     def _scores_on(self, rows: TokenizedRows, step: int, micro_batch_size: int) -> Scores | None:
-        crowd, config, policy = self._crowd, self._config, self.objective
-        if isinstance(policy, GrpoObjective):
-            what, scorer = "answer", RewardScorer(config, policy.objective, policy.rewards)
+        crowd, config, objective = self._crowd, self._config, self.objective
+        if isinstance(objective, GrpoObjective):
+            what, scorer = "answer", RewardScorer(config, objective.grpo, objective.rewards)
 
             def work(rounds: Rounds) -> Scores | None:
                 return scorer.scores(crowd, rows, rounds.batches, rounds.stop_requested_here)

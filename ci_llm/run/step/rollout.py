@@ -70,18 +70,18 @@ class Rollout:
     """The completions of a step that this process has drawn.
 
     Attributes:
-        policy: the objective of the run, with what these completions add to the metrics of the step.
+        objective: the objective of the run, with what these completions add to the metrics of the step.
         groups: of every agent [K], in the order of its rows.
         failure: the error of a function that could not reward them.
     """
 
-    policy: GrpoObjective
+    objective: GrpoObjective
     groups: Sequence[Sequence[Group]]
     failure: RewardFailed | None = None
 
     def parts(self, prompts: int, parts_of_group: int = 1) -> list[MicroBatch]:
         """Micro-batches of at most so many prompts of each agent; or of one prompt, whose group is divided."""
-        size = -(-self.policy.objective.num_generations // parts_of_group)
+        size = -(-self.objective.grpo.num_generations // parts_of_group)
         each = []
         for agent, groups in enumerate(self.groups):
             pieces = [
@@ -94,17 +94,17 @@ class Rollout:
         return [[own for own in together if own is not None] for together in zip_longest(*each)]
 
     def _packed(self, pieces: Sequence[tuple[Group, range]]) -> Batch:
-        objective, units = self.policy.objective, []
+        grpo, units = self.objective.grpo, []
         gains, weights, counted = list[float](), list[float](), 0
         for group, numbers in pieces:
             units.append(unit_of([continuation(group.asked.prompt, group.tokens[n]) for n in numbers]))
             for number in numbers:
                 gain, count = float(group.advantages[number]), len(group.tokens[number])
-                is_drawn, is_masked = not math.isnan(gain), group.cut[number] and objective.mask_truncated_completions
+                is_drawn, is_masked = not math.isnan(gain), group.cut[number] and grpo.mask_truncated_completions
                 learned = count if is_drawn and not is_masked else 0
                 gains.append(gain if is_drawn else 0.0)
-                weights.append(objective.weight_of(count) if learned else 0.0)
-                counted += objective.count_of(learned) if is_drawn else 0
+                weights.append(grpo.weight_of(count) if learned else 0.0)
+                counted += grpo.count_of(learned) if is_drawn else 0
         batch = pack(units, [group.asked.row for group, _ in pieces])
         return replace(
             batch,
@@ -118,11 +118,11 @@ class Rollout:
         """All completions with what is known of each, in TRL's form."""
         return [
             {
-                "agent": self.policy.crowd.agents[group.asked.agent].name,
+                "agent": self.objective.crowd.agents[group.asked.agent].name,
                 "row": group.asked.row,
                 "prompt": self._prompter.text(group.asked.prompt),
                 "completion": text,
-                **{reward.name: _or_none(group.rewards[n, f]) for f, reward in enumerate(self.policy.rewards)},
+                **{reward.name: _or_none(group.rewards[n, f]) for f, reward in enumerate(self.objective.rewards)},
                 "advantage": _or_none(group.advantages[n]),
                 "cut": group.cut[n],
             }
@@ -133,7 +133,7 @@ class Rollout:
     @property
     def schema(self) -> Any:
         """The columns of a file of completions: a reward that gave nothing is still a number."""
-        numbers = [*(reward.name for reward in self.policy.rewards), "advantage"]
+        numbers = [*(reward.name for reward in self.objective.rewards), "advantage"]
         columns = [("step", pa.int64()), ("agent", pa.string()), ("row", pa.int64())]
         columns += [("prompt", pa.string()), ("completion", pa.string()), *((name, pa.float64()) for name in numbers)]
         return pa.schema([*columns, ("cut", pa.bool_())])
@@ -143,7 +143,7 @@ class Rollout:
         for group in self._all[:1]:
             yield f"prompt    {_one_line(self._prompter.question(group.asked.prompt))}"
             for text, found in [*zip(group.texts, group.rewards.tolist(), strict=True)][:count]:
-                told = ", ".join(f"{reward.name} {x:.3g}" for reward, x in zip(self.policy.rewards, found, strict=True))
+                told = ", ".join(f"{own.name} {x:.3g}" for own, x in zip(self.objective.rewards, found, strict=True))
                 yield f"          {told}: {_one_line(text)}"
 
     @cached_property
@@ -152,8 +152,8 @@ class Rollout:
 
     @property
     def _prompter(self) -> Prompter:
-        assert self.policy.crowd.prompter is not None
-        return self.policy.crowd.prompter
+        assert self.objective.crowd.prompter is not None
+        return self.objective.crowd.prompter
 
 
 def _or_none(value: Tensor) -> float | None:
@@ -185,7 +185,7 @@ class Rollouts:
     disk_refuses: bool = False
 
     def of_step(
-        self, policy: GrpoObjective, step: int, micro_batches: Sequence[MicroBatch], courses: Courses
+        self, objective: GrpoObjective, step: int, micro_batches: Sequence[MicroBatch], courses: Courses
     ) -> Rollout:
         """Draw and judge the completions of this process's rows of a step. A collective with `scale_rewards: batch`.
 
@@ -198,23 +198,23 @@ class Rollouts:
                 ids = own.batch.input_ids[own.batch.bounds[at] : own.batch.bounds[at + 1]].tolist()
                 asked += [(Asked(agent, row, ids), courses.each[agent]) for agent in own.agents]
         with self.processes.autocast():
-            drawn = self.drawer.draw([one for one, _ in asked], policy.objective, step)
-        each: list[list[Group]] = [[] for _ in range(policy.crowd.num_agents)]
+            drawn = self.drawer.draw([one for one, _ in asked], objective.grpo, step)
+        each: list[list[Group]] = [[] for _ in range(objective.crowd.num_agents)]
         failure = None
         for (one, course), requests in zip(asked, drawn, strict=True):
             self.drawer.tick()
             try:
-                each[one.agent].append(self._judged(policy, step, one, course, requests))
+                each[one.agent].append(self._judged(objective, step, one, course, requests))
             except RewardFailed as error:  # the others learn it by the vote on the step
                 failure = error
                 break
-        of_batch = self._spreads(policy, each)
-        groups = [[*_compared(policy, own, deviation)] for own, deviation in zip(each, of_batch, strict=True)]
+        of_batch = self._spreads(objective, each)
+        groups = [[*_compared(objective, own, deviation)] for own, deviation in zip(each, of_batch, strict=True)]
         failed = frozenset(group.asked.agent for own in groups for group in own if group.failed)
         sums = torch.stack(
-            [self._sums(policy, own, deviation) for own, deviation in zip(groups, of_batch, strict=True)]
+            [self._sums(objective, own, deviation) for own, deviation in zip(groups, of_batch, strict=True)]
         )
-        return Rollout(replace(policy, of_step=sums, failed=failed), groups, failure)
+        return Rollout(replace(objective, of_step=sums, failed=failed), groups, failure)
 
     def write(self, rollout: Rollout, step: int, manager: CheckpointManager) -> None:
         """Write the completions of all processes into the file of the step; a repeated step replaces it. A collective.
@@ -236,29 +236,29 @@ class Rollouts:
                 logger.warning(f"the completions of step {step + 1} are not written: {error}")
             self.disk_refuses = True
 
-    def _judged(self, policy: GrpoObjective, step: int, one: Asked, course: Course, requests: Sequence[Any]) -> Group:
-        prompter, objective = policy.crowd.prompter, policy.objective
+    def _judged(self, objective: GrpoObjective, step: int, one: Asked, course: Course, drawn: Sequence[Any]) -> Group:
+        prompter, grpo = objective.crowd.prompter, objective.grpo
         assert prompter is not None
-        failed = any(request.error is not None for request in requests)
-        end = min(requests[0].decoding.ends, default=0)
-        tokens = [request.tokens or [end] for request in requests]
+        failed = any(request.error is not None for request in drawn)
+        end = min(drawn[0].decoding.ends, default=0)
+        tokens = [request.tokens or [end] for request in drawn]
         texts = [prompter.text(ids) for ids in tokens]
-        agent = policy.crowd.agents[one.agent]
+        agent = objective.crowd.agents[one.agent]
         if failed:
-            rewards = torch.full((len(texts), len(policy.rewards)), math.nan, dtype=torch.float64)
+            rewards = torch.full((len(texts), len(objective.rewards)), math.nan, dtype=torch.float64)
         else:
             asking, own = Asking.of(course.rows, one.row), agent.settings
             seed_everything(own.seed, "rewards", own.index, step, one.row)
             where = f"step {step + 1}, {agent.name}, {asking.place}"
-            rewards = rewards_of_group(policy.rewards, asking, texts, tokens, where, objective.reward_timeout)
-        cut = [request.finish != "stop" for request in requests]
+            rewards = rewards_of_group(objective.rewards, asking, texts, tokens, where, grpo.reward_timeout)
+        cut = [request.finish != "stop" for request in drawn]
         return Group(one, tokens, texts, cut, failed, rewards, rewards.new_zeros(len(texts)))
 
-    def _spreads(self, policy: GrpoObjective, each: Sequence[Sequence[Group]]) -> list[Tensor | None]:
+    def _spreads(self, objective: GrpoObjective, each: Sequence[Sequence[Group]]) -> list[Tensor | None]:
         """The deviation of all rewards of each agent in the step, over all processes, if it divides advantages."""
-        if policy.objective.scale_rewards != "batch":
+        if objective.grpo.scale_rewards != "batch":
             return [None] * len(each)
-        weights = policy.objective.reward_weights
+        weights = objective.grpo.reward_weights
         here = [[x for group in own for x in total_rewards(group.rewards, weights).tolist()] for own in each]
         of_all = self.processes.gather_object(here)
         return [
@@ -266,21 +266,21 @@ class Rollouts:
             for k in range(len(each))
         ]
 
-    def _sums(self, policy: GrpoObjective, groups: Sequence[Group], of_batch: Tensor | None) -> Tensor:
+    def _sums(self, objective: GrpoObjective, groups: Sequence[Group], of_batch: Tensor | None) -> Tensor:
         """[M, 2] what the completions of one agent add to the sums of the step."""
         if not groups:
-            return torch.zeros(len(policy.sums.places), 2, dtype=torch.float64)
+            return torch.zeros(len(objective.sums.places), 2, dtype=torch.float64)
         rewards = torch.cat([group.rewards for group in groups])
-        total = total_rewards(rewards, policy.objective.reward_weights)
+        total = total_rewards(rewards, objective.grpo.reward_weights)
         spreads = spread(total.view(len(groups), -1)) if of_batch is None else of_batch.expand(len(groups))
         lengths = [len(ids) for group in groups for ids in group.tokens]
         cut = [is_cut for group in groups for is_cut in group.cut]
         flat = torch.isclose(spreads, torch.zeros_like(spreads))
-        return policy.sums.of_completions(rewards, total, flat, lengths, cut, self.processes.process_index)
+        return objective.sums.of_completions(rewards, total, flat, lengths, cut, self.processes.process_index)
 
 
-def _compared(policy: GrpoObjective, groups: Sequence[Group], of_batch: Tensor | None) -> Iterator[Group]:
+def _compared(objective: GrpoObjective, groups: Sequence[Group], of_batch: Tensor | None) -> Iterator[Group]:
     """The groups of one agent with their advantages."""
     for group in groups:
-        total = total_rewards(group.rewards, policy.objective.reward_weights)[None]
-        yield replace(group, advantages=advantages(total, policy.objective.scale_rewards, of_batch)[0])
+        total = total_rewards(group.rewards, objective.grpo.reward_weights)[None]
+        yield replace(group, advantages=advantages(total, objective.grpo.scale_rewards, of_batch)[0])
