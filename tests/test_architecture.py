@@ -284,7 +284,7 @@ CAPS = {
     "config": 2239,
     "core": 1510,
     "crowd": 4765,
-    "data": 3286,
+    "data": 3288,
     "distributed": 651,
     "dry_run": 791,
     "embedded": 156,

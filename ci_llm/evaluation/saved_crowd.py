@@ -37,7 +37,7 @@ from ci_llm.crowd.pretrained import default_names, located
 from ci_llm.crowd.rewarding import RewardScorer
 from ci_llm.crowd.uncertainty import Calibration, fit, learn
 from ci_llm.data.batches import Batch, pack
-from ci_llm.data.order import share
+from ci_llm.data.dealing import share
 from ci_llm.data.rows import Chat
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.errors import OutOfMemory

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from ci_llm.data import order
 from ci_llm.data.agent_rows import Course, Courses
-from ci_llm.data.order import Plan, permute, share
+from ci_llm.data.dealing import Plan, share
+from ci_llm.data.order import permute
 
 steady = settings(derandomize=True)
 SEEDS = st.integers(min_value=-(2**63), max_value=2**64)
