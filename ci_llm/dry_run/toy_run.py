@@ -30,7 +30,7 @@ from ci_llm.run.boundary import contents_of
 from ci_llm.run.end.attempt import Attempt
 from ci_llm.run.evaluation import conclude
 from ci_llm.run.loop import Batches, steps, train
-from ci_llm.run.one_layer import measure
+from ci_llm.run.one_layer import record_bits
 from ci_llm.run.setup import assemble, build_crowd, set_determinism
 from ci_llm.run.start.loading import open_base, training_rows
 from ci_llm.run.start.resume import newest_source
@@ -58,7 +58,7 @@ def model(context: CheckContext) -> str:
     )
     trainer.total_steps = TOY_STEPS  # of the two more that the schedule knows, for the interruption
     start = time.perf_counter()
-    measure(trainer)
+    record_bits(trainer)
     took = f"the digest of a layer takes {duration(time.perf_counter() - start)}"
     agents = f"{trainer.crowd.num_agents} agents of {short(trainer.crowd.storage.weights.shape[1])}"
     return f"{short(parameters)} parameters, {agents}, rows {trainer.crowd.route}; {took}{_repeated(trainer)}"
@@ -67,7 +67,7 @@ def model(context: CheckContext) -> str:
 def _repeated(trainer: Trainer) -> str:
     """Compute the layer of the digest once more: other bits fail a run that has to be deterministic."""
     first = trainer.checkpoint.bits["layer"]
-    measure(trainer)
+    record_bits(trainer)
     if trainer.config.deterministic is False or trainer.checkpoint.bits["layer"] == first:
         return ""
     if trainer.config.deterministic is True:

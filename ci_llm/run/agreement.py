@@ -18,7 +18,7 @@ from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.objectives.grpo.rewards import failed_elsewhere
 from ci_llm.run.boundary import save_before_error
 from ci_llm.run.end.attempt import Attempt
-from ci_llm.run.one_layer import measure
+from ci_llm.run.one_layer import record_bits
 from ci_llm.run.step.gradients import Sums, num_sums
 from ci_llm.run.step.out_of_memory import in_parts
 from ci_llm.run.step.requests import is_waiting
@@ -61,7 +61,7 @@ def agree_on_gradients(trainer: Trainer, attempt: Attempt, step: int, micro_batc
         one_pass = not trainer.crowd.storage.pass_per_agent
         trainer.state = trainer.memory.relieve(trainer.state, complaint)
         if one_pass and trainer.crowd.storage.pass_per_agent:
-            measure(trainer)  # the steps have other bits from here on
+            record_bits(trainer)  # the steps have other bits from here on
         attempt.status.update(micro_batch_size=trainer.micro_batch_size)
 
 

@@ -34,7 +34,7 @@ from ci_llm.run.end.result import Result, log_next_steps, push_result, write_pag
 from ci_llm.run.end.watchdog import Stacks, Watchdog
 from ci_llm.run.evaluation import conclude, known_conclusion, note_evaluation
 from ci_llm.run.loop import steps, train
-from ci_llm.run.one_layer import choose_kernels, choose_threads, measure
+from ci_llm.run.one_layer import choose_kernels, choose_threads, record_bits
 from ci_llm.run.setup import build, check_folder, require_no_sweep
 from ci_llm.run.start import beginning
 from ci_llm.run.start.loading import Loaded
@@ -231,9 +231,11 @@ def _resume(trainer: Trainer, attempt: Attempt, start: beginning.Start, requests
     if told := choose_threads(trainer, attempt.interrupts, recorded):
         logger.info(f"threads   {told}")
     if start.source is None:
-        measure(trainer)
+        record_bits(trainer)
         return
-    attempt.exactness = trainer.checkpoint.restore_environment(start.source, trainer.state, partial(measure, trainer))
+    attempt.exactness = trainer.checkpoint.restore_environment(
+        start.source, trainer.state, partial(record_bits, trainer)
+    )
     _log_line(f"exactness: {attempt.exactness}")
     _recover_evaluation(trainer, attempt, from_log=start.is_own)
 

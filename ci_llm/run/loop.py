@@ -40,7 +40,7 @@ from ci_llm.run.boundary import call_event, report, save
 from ci_llm.run.crowd_changes import change_crowd
 from ci_llm.run.end.attempt import Attempt
 from ci_llm.run.evaluation import evaluate
-from ci_llm.run.one_layer import measure
+from ci_llm.run.one_layer import record_bits
 from ci_llm.run.step.nonfinite import findings_of
 from ci_llm.run.trainer import Prepared, Trainer
 
@@ -78,7 +78,7 @@ def train(trainer: Trainer, attempt: Attempt, batches: Batches) -> str | None:
         report(trainer, attempt, verdict, findings, norms)
         if change_crowd(trainer, attempt, verdict):
             prepare(trainer, trainer.prepared.loader)
-            measure(trainer)
+            record_bits(trainer)
         stop = verdict.stop or (trainer.evaluator.vote.reason() if attempt.callbacks.may_stop else None)
         if stop or verdict.save or trainer.state.step == trainer.total_steps:
             save(trainer, attempt)

@@ -50,7 +50,7 @@ TRIAL_TOKENS: Final = 128  # of the rows of the trial
 TRIAL_TARGETS: Final = 8  # of a row: with all of them, a large vocabulary would outweigh the layer
 
 
-def measure(trainer: Trainer, lengths: Sequence[int] = ()) -> None:
+def record_bits(trainer: Trainer, lengths: Sequence[int] = ()) -> None:
     """Find the names and the digest that tell whether another machine computes the same bits. A collective.
 
     Args:

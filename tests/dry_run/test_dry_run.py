@@ -288,7 +288,7 @@ def test_a_machine_that_repeats_no_bits_is_told_or_fails_where_it_has_to(
 ) -> None:
     run = Mock(config=load_config(None, [f"deterministic={deterministic}"]))
     run.checkpoint.bits = {"layer": 1}
-    monkeypatch.setattr(toy_run, "measure", lambda _: run.checkpoint.bits.update(layer=2))
+    monkeypatch.setattr(toy_run, "record_bits", lambda _: run.checkpoint.bits.update(layer=2))
     assert says in toy_run._repeated(run)
     run.config, run.checkpoint.bits = load_config(None, ["deterministic=true"]), {"layer": 1}
     with pytest.raises(ModelError, match="other bits"):

@@ -197,7 +197,7 @@ class RunCheckpoint:
         tokenizer_files: name -> content.
         last_good: the snapshots of agents; a checkpoint has those of agents in an episode of nonfinite steps.
         stopped: the adapters of agents that have left the crowd, by the names of their files.
-        bits: the names and the digest of `measure` (run/one_layer.py).
+        bits: the names and the digest of `record_bits` (run/one_layer.py).
     """
 
     config: Config
@@ -316,15 +316,17 @@ class RunCheckpoint:
         self.last_good.load(_in_episode(state), saved["guard"])
         return Restored(state, dict(saved["trackers"]), _shown(changes, self.config))
 
-    def restore_environment(self, source: Source, state: TrainState, measure: Callable[[Sequence[int]], None]) -> str:
+    def restore_environment(
+        self, source: Source, state: TrainState, record_bits: Callable[[Sequence[int]], None]
+    ) -> str:
         """Set the generators as they were; returns the grade, and what lowers it, for people. A collective.
 
         Args:
-            measure: of run/one_layer.py, for rows of these lengths; it fills `bits`.
+            record_bits: of run/one_layer.py, for rows of these lengths; it fills `bits`.
         """
         before: Any = source.checkpoint.manifest.info["surroundings"]
         same_processes = before["processes"] == self.processes.num_processes
-        measure(before.get("layer", {}).get("lengths", ()))  # a crowd of a sweep, made of others, has no digest yet
+        record_bits(before.get("layer", {}).get("lengths", ()))  # a crowd of a sweep, made of others, has no digest yet
         now = self.environment(state)
         if self.crowd.device.type != "cpu":
             now["threads"] = before["threads"]  # they compute no step
