@@ -195,6 +195,15 @@ class CheckpointManager:
         """Return when nothing is in flight, on any process. Raises the error of a save in its thread."""
         self.saver.behind.wait()
 
+    def is_saving_in_progress(self) -> bool:
+        """True if a save is in flight."""
+        return self.saver.behind.busy
+
+    def check_for_errors(self) -> None:
+        """Raise the error of a save that has ended in its thread; waits for nothing."""
+        if not self.is_saving_in_progress():
+            self.wait_until_finished()
+
     def close(self) -> None:
         """Finish what is in flight; release the lease and restore the signal handlers. Then it only reads."""
         self.saver.closed = True
@@ -287,6 +296,10 @@ class CheckpointManager:
         """
         self.wait_until_finished()
         return read_manifest(self.store.path(step))
+
+    def metrics(self, step: int) -> Mapping[str, Any] | None:
+        """The `metrics` that `step` was saved with. Raises as `metadata`."""
+        return self.metadata(step).info.get(METRICS)
 
     def verify(self, step: int) -> Manifest:
         """Read every byte of a step and return its manifest. Raises DamagedCheckpoint, CheckpointError."""
