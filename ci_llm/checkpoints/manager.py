@@ -299,7 +299,8 @@ class CheckpointManager:
 
     def metrics(self, step: int) -> Mapping[str, Any] | None:
         """The `metrics` that `step` was saved with. Raises as `metadata`."""
-        return self.metadata(step).info.get(METRICS)
+        found = self.metadata(step).info.get(METRICS)
+        return found if isinstance(found, Mapping) else None
 
     def verify(self, step: int) -> Manifest:
         """Read every byte of a step and return its manifest. Raises DamagedCheckpoint, CheckpointError."""
