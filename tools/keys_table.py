@@ -38,9 +38,11 @@ def _on_resume(key: str) -> str:
 
 def _elsewhere(key: str) -> str:
     """The names that other trainers have for a key, on a line of their own; some of them mean it by their value."""
-    names = [alias for alias, meant in ALIASES.items() if meant == key]
-    names += [name for name, values in TRANSLATIONS.items() if any(m.startswith(f"{key}=") for m in values.values())]
-    return f"<br>{', '.join(f'`{name}`' for name in names)}" if names else ""
+    names = [f"`{alias}`" for alias, meant in ALIASES.items() if meant == key]
+    for name, values in TRANSLATIONS.items():
+        if any(meant.startswith(f"{key}=") for meant in values.values()):
+            names.append(f"`{name}`" + " (inverted)" * (values.get("true") == f"{key}=false"))
+    return f"<br>{', '.join(names)}" if names else ""
 
 
 def _text(key: str) -> str:

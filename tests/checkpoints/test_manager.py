@@ -390,11 +390,12 @@ def test_going_back_deleting_and_finishing(managers: Any) -> None:
 def test_orbax_s_questions_about_a_save(managers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     manager, goes_on = managers(async_save=True), threading.Event()
     save = manager.store.save
-    monkeypatch.setattr(manager.store, "save", lambda *args, **keys: (goes_on.wait(60), save(*args, **keys))[1])
+    monkeypatch.setattr(manager.store, "save", lambda *args, **keys: (goes_on.wait(), save(*args, **keys))[1])
     manager.save(1, {"a": 1}, metrics={"score": 5})
-    assert manager.is_saving_in_progress()
+    in_progress = manager.is_saving_in_progress()
     manager.check_for_errors()  # and waits for nothing
     goes_on.set()
+    assert in_progress
     manager.wait_until_finished()
     assert not manager.is_saving_in_progress()
     assert manager.metrics(1) == {"score": 5}
