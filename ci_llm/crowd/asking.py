@@ -123,8 +123,10 @@ def options_of(crowd: CrowdModel, **choices: Unpack[Choices]) -> Decoding:
         BadInput: a value is out of range, or it needs a calibration that the crowd does not have.
     """
     require_writers(crowd)
-    stops = choices.pop("stop_strings", None) or ()
-    stops = (stops,) if isinstance(stops, str) else tuple(stops)
+    if unknown := {*choices} - {*Choices.__annotations__}:
+        raise TypeError(f"no option of a generation: {', '.join(sorted(unknown))}")
+    given_stops = choices.pop("stop_strings", None)
+    stops = (given_stops,) if isinstance(given_stops, str) else tuple(given_stops or ())
     if "" in stops:  # every text would end before it begins
         raise BadInput("a stop string is empty", where="stop_strings", hint="leave it out")
     given: dict[str, Any] = {"seed": torch.Generator().seed()}

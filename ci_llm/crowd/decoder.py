@@ -26,15 +26,17 @@ Legend: K agents, R rows of a pass (K, or 1), N its tokens, n texts, D hidden wi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
 from ci_llm.base.targets import text_model
+from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd.aggregators import find_vote
 from ci_llm.crowd.kv_cache import BLOCK, COLUMNS, Columns, Piece, Pieces
 from ci_llm.crowd.model import CrowdModel
@@ -247,11 +249,15 @@ class Decoder:
     def _step(self) -> list[Request]:
         done = [(each, self._states(each)) for each in self._passes([*self._parts()])]
         found = [pair for each, states in done for pair in self._logits(each, states)]
+        read = [part.of for ready, _ in found for part in ready if isinstance(part.of, _Prompt)]
+        opened = {prompt: self._opened(prompt) for prompt in read}  # up to here memory may run out
+        self._prompts = [prompt for prompt in self._prompts if prompt not in opened]
+        self._texts += [text for texts in opened.values() for text in texts]
         for part in (part for each, _ in done for part in each.parts):
             if isinstance(part.of, _Prompt):
                 self.read += len(part.ids)
                 part.of.read += len(part.ids)
-        return [request for ready, logits in found for request in self._tokens(ready, logits)]
+        return [request for ready, logits in found for request in self._tokens(ready, logits, opened)]
 
     # What is read
 
@@ -282,13 +288,17 @@ class Decoder:
         return request.who if self._is_spread else CROWD
 
     def _leave(self, ended: _Text) -> None:
-        """Free the rows of ended texts once they are half of all, and keep a prompt that no text beside it has."""
+        """Free the rows of ended texts once they are half of all, and keep a prompt that no text beside it has.
+
+        Both are savings that copy. Where memory has run out they are left, as this is called to free some.
+        """
         beside = [text for text in self._texts if text.columns is ended.columns]
         if 2 * sum(len(text.rows) for text in beside) <= ended.columns.rows:
-            _move(beside)
+            unless_out_of_memory(partial(_move, beside))
         if ended.who not in {text.who for text in beside}:
-            _move([ended], len(ended.request.prompt))
-            self._kept.append(ended.prompt)
+            _, complaint = unless_out_of_memory(partial(_move, [ended], len(ended.request.prompt)))
+            if complaint is None:
+                self._kept.append(ended.prompt)
 
     def _forget(self) -> None:
         """Drop the oldest prompts of ended texts beyond the number of free slots."""
@@ -427,7 +437,9 @@ class Decoder:
 
     # What follows
 
-    def _tokens(self, parts: Sequence[_Part], logits: Tensor) -> list[Request]:
+    def _tokens(
+        self, parts: Sequence[_Part], logits: Tensor, opened: Mapping[_Prompt, Sequence[_Text]]
+    ) -> list[Request]:
         """Choose a token for each text and each request whose prompt is read, from logits [R, n, V]."""
         limit, moved = num_positions(self._crowd.model), list[Request]()
         asked: list[tuple[_Text, int, int | None]] = []  # with the row of its logits, and the agent if it is one of R
@@ -435,7 +447,7 @@ class Decoder:
             if isinstance(part.of, _Text):
                 asked.append((part.of, row, None))
             else:
-                asked += [(text, row, text.who if part.of.who is CROWD else None) for text in self._opened(part.of)]
+                asked += [(text, row, text.who if part.of.who is CROWD else None) for text in opened[part.of]]
         for of_agent in (False, True):
             rows = [each for each in asked if (each[2] is not None) == of_agent]
             if rows:
@@ -451,14 +463,10 @@ class Decoder:
 
     def _opened(self, prompt: _Prompt) -> list[_Text]:
         """The texts that follow a prompt."""
-        self._prompts.remove(prompt)
-        texts = list[_Text]()
-        for request in prompt.members:
-            who = self._who(request)
-            texts.append(_Text(request, who, prompt.columns, _rows_for(who, prompt)))
+        readers = [(request, self._who(request)) for request in prompt.members]
+        texts = [_Text(request, who, prompt.columns, _rows_for(who, prompt)) for request, who in readers]
         for of_all in (True, False):  # the crowd and single agents may write in passes of their own
             _move([text for text in texts if (text.who is CROWD) == of_all], len(prompt.ids))
-        self._texts += texts
         return texts
 
 

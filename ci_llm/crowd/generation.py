@@ -49,6 +49,7 @@ from ci_llm.crowd.uncertainty import TokenUncertainty, of_text, token_uncertaint
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompter
+from ci_llm.errors import BadInput
 from ci_llm.lora.passes import describe_error, distance, dtypes_of, tolerance, unusable_base
 
 #: The uncertainty of the failed token of a text whose agent had only NaN logits.
@@ -99,9 +100,13 @@ def generate_ids(
         **wanted: the other attributes of `Wanted`.
 
     Raises:
+        BadInput: there is no such agent.
         DataError: a prompt is empty, or longer than the base can read.
         ModelError: the base cannot generate, or every agent's logits hold NaN.
     """
+    agent = wanted.get("agent")
+    if agent is not None and not 0 <= agent < crowd.num_agents:
+        raise BadInput(f"there is no agent {agent}", where="agent", hint=f"give one of 0 to {crowd.num_agents - 1}")
     asked = list(zip(numbers or range(len(prompts)), prompts, strict=True))
     if not asked:
         return []

@@ -62,9 +62,11 @@ class Columns:
 
     def copied(self, rows: Sequence[int], count: int | None = None) -> Columns:
         """A copy of the first `count` columns of these rows, or of all; a row may be named several times."""
-        copies = {}
+        copies, places = {}, dict[torch.device, Tensor]()  # the host waits once for each device
         for layer, held in self.layers.items():
-            part = held[:, :, :, :count].index_select(1, torch.tensor(rows, device=held.device))
+            if held.device not in places:
+                places[held.device] = torch.tensor(rows, device=held.device)
+            part = held[:, :, :, :count].index_select(1, places[held.device])
             copies[layer] = F.pad(part, (0, 0, 0, -part.shape[3] % BLOCK))
         return Columns(len(rows), copies)
 

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 def register_hooks(accelerator: Any) -> None:
-    """Make `save_state` and `load_state` of an `Accelerator` exact for a `Crowd`. Call it on every process, once.
+    """Make `save_state` and `load_state` of an `Accelerator` exact for a `Crowd`. A collective, called once.
 
     From then on both are collectives, as Accelerate documents them: every process calls them, at the same step. Warns
     about everything that `load_state` will not restore.

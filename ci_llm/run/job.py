@@ -135,7 +135,8 @@ def run_among(
             find = partial(known_conclusion, config.run_folder, trainer.state.step)
             if (found := processes.on_main(find) if trainer.is_finished else None) is not None:
                 told = f"This run is complete at step {trainer.state.step}; nothing is left to do."
-                return _completed(trainer, found, told, alone=loaded is None)
+                result = _completed(trainer, found, told, alone=loaded is None)
+                return result
             with Stacks() as stacks:
                 batches = steps(trainer)  # forks its workers now, before the run has threads
                 _begin(trainer, attempt, start)

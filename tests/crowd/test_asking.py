@@ -158,6 +158,17 @@ def test_an_answer_ends_where_transformers_ends_it(crowd: Crowd, monkeypatch: py
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("choices", "error"),
+    [({"stop_strings": ""}, BadInput), ({"max_tokens": 5}, TypeError), ({"min_p": None}, TypeError)],
+)
+def test_options_that_do_not_exist_or_stop_at_once_are_refused(
+    choices: dict[str, Any], error: type[Exception], crowd: Crowd
+) -> None:
+    with pytest.raises(error, match="stop string is empty|no option of a generation"):
+        crowd.generate(QUESTIONS, **choices)
+
+
 @pytest.mark.parametrize("choices", [{"stop_strings": ["####"]}, {"do_sample": True, "seed": 5}])
 def test_the_pieces_of_a_stream_are_the_answer(crowd: Crowd, choices: dict[str, Any]) -> None:
     for question in QUESTIONS[:3]:

@@ -349,6 +349,34 @@ def test_a_text_that_is_dropped_frees_its_slot_and_the_others_continue(llama: Cr
     assert requests[3].tokens == []
 
 
+def test_memory_that_runs_out_in_a_copy_changes_no_text(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release, which is what frees memory, succeeds; a step in which a prompt is opened can be repeated."""
+
+    def requests() -> list[Request]:
+        return [
+            Request(PROMPTS[2], Decoding(length), who) for length, who in ((3, CROWD), (12, CROWD), (6, 0), (12, 0))
+        ]
+
+    wanted, found = requests(), requests()
+    written(llama, wanted)
+    decoder = Decoder(llama, len(found))
+
+    def no_memory(*_: Any) -> Columns:
+        raise torch.OutOfMemoryError("no memory for a copy")
+
+    decoder.admit(found)
+    with monkeypatch.context() as patch:
+        patch.setattr(Columns, "copied", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            decoder.step()
+    assert not any(request.tokens for request in found)
+    decoder.step()
+    monkeypatch.setattr(Columns, "copied", no_memory)  # while texts end
+    while decoder.open:
+        decoder.step()
+    assert [request.tokens for request in found] == [request.tokens for request in wanted]
+
+
 def test_a_step_that_fails_can_be_repeated(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [Request(p, GREEDY, who) for p in PROMPTS for who in EVERYBODY]
     written(llama, wanted)

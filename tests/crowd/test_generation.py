@@ -151,6 +151,11 @@ def test_an_agent_with_nan_is_left_out() -> None:
         crowd.generate_ids(PROMPTS, GREEDY)
 
 
+def test_an_agent_that_does_not_exist_is_refused(llama: Crowd) -> None:
+    with pytest.raises(BadInput, match="there is no agent 7"):
+        llama.generate_ids(PROMPTS, GREEDY, agent=7)
+
+
 def test_texts_end_at_the_last_position_of_the_base(llama: Crowd) -> None:
     limit = 128
     generated = llama.generate_ids([[5] * (limit - 2), [6, 7]], GREEDY)
