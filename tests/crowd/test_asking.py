@@ -165,7 +165,7 @@ def test_an_answer_ends_where_transformers_ends_it(crowd: Crowd, monkeypatch: py
 def test_options_that_do_not_exist_or_stop_at_once_are_refused(
     choices: dict[str, Any], error: type[Exception], crowd: Crowd
 ) -> None:
-    with pytest.raises(error, match="stop string is empty|no option of a generation"):
+    with pytest.raises(error, match=r"stop string is empty|no option of a generation"):
         crowd.generate(QUESTIONS, **choices)
 
 
