@@ -155,7 +155,7 @@ def test_the_loss_of_a_checkpoint_is_taken_from_the_command_line(run: Path, mark
 #: Keys of free text that name no code, file or command.
 WORDS = {
     *("lora_target_modules", "loss_type", "dataset_subset", "dataset_split", "eval_split", "prompt_column"),
-    *("answer_column", "text_column", "chat_date"),
+    *("answer_column", "text_column", "chat_date", "label_names"),
 }
 
 
