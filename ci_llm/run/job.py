@@ -74,7 +74,8 @@ def run_job(
         processes = meet(config, launch, interrupts)
     except StoppedBeforeMeeting as stop:
         logger.warning(str(stop))
-        attempt = Attempt(config, launch, CheckpointManager(config.run_folder), interrupts)
+        alone = config.model_copy(update={"mirror": None})  # nothing is sent, so no store is opened
+        attempt = Attempt(alone, launch, CheckpointManager(config.run_folder), interrupts)
         reason = interrupts.stop_reason or ""
         return Result("interrupted", attempt.stopped_before_it_began(reason), config.run_folder, reason=reason)
     result: Result | None = None
