@@ -296,7 +296,7 @@ CAPS = {
     "mirror": 973,
     "objectives": 575,
     "report": 1084,
-    "run": 4999,
+    "run": 4998,
     "serve": 1408,
     "supervisor": 1710,
     "sweep": 853,

@@ -102,7 +102,7 @@ def generate_ids(
     Raises:
         BadInput: there is no such agent.
         DataError: a prompt is empty, or longer than the base can read.
-        ModelError: the base cannot generate, or every agent's logits hold NaN.
+        ModelError: the base cannot generate, or every agent's logits hold NaN or infinity.
     """
     agent = wanted.get("agent")
     if agent is not None and not 0 <= agent < crowd.num_agents:

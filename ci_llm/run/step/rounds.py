@@ -89,11 +89,10 @@ class Rounds:
         self.out_of_memory = self.failed = False
         index, num_processes = vote.processes.process_index, vote.processes.num_processes
         own = share(range(count), index, num_processes, batch_size)
-        longest = share(range(count), 0, num_processes, batch_size)
-        self.batches = self._deal(own, len(longest))
+        self.batches = self._deal(own)
 
-    def _deal(self, own: list[list[int]], count: int) -> Iterator[list[int]]:
-        for number in range(count):
+    def _deal(self, own: list[list[int]]) -> Iterator[list[int]]:
+        for number in range(-(-self._count // self._per_round)):
             if self._all_leave():
                 return
             self._report(min(number * self._per_round, self._count))
