@@ -76,7 +76,7 @@ MEETING_GRACE_S: Final = 5.0
 #: After so long a process says which others it still waits for.
 MISSING_S: Final = 10.0
 _LOOK_S: Final = 0.1
-_IDLE_LOOK_S: Final = 1.0  # a request to stop wakes the thread at once; this is for a run that ends without one
+_IDLE_LOOK_S: Final = 1.0  # how late a request to stop is seen at most; the end of a run wakes the thread at once
 _RUNS: Final = itertools.count()  # of this process
 SHUTDOWN_BOUND_S: Final = 10.0
 
@@ -551,7 +551,7 @@ def ends_if_stopped(interrupts: Interrupts, patience: Patience, interrupted_exit
     over = threading.Event()
 
     def watch() -> None:
-        while not (over.is_set() or interrupts.wait(_IDLE_LOOK_S)):
+        while interrupts.stop_requested_at is None and not over.wait(_IDLE_LOOK_S):
             pass
         while not over.wait(_LOOK_S):
             since = max([interrupts.stop_requested_at or 0.0, *_waiting])
