@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 import tomllib
 
 import pytest
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler
 
 import ci_llm
 from ci_llm.config import Config, describe_keys
@@ -118,3 +122,66 @@ def test_the_recipe_of_one_adapter_has_the_recorded_figures(here: str, recorded:
     _, rows_100, rows_400, _ = rows_of("benchmarks/README.md", "## Every way to answer")[recorded]
     told = rows_of("docs/recipes/jobs.md", "## One adapter from a crowd")[here]
     assert told == [[round(n, 3) for n in cell] for cell in (rows_100, rows_400)]
+
+
+CALLS = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Calls\n\n```text\n")[2].partition("```")[0]
+
+
+@pytest.mark.parametrize("call", re.findall(r"^\S.*(?:\n {4}.*)*", CALLS, re.MULTILINE))
+def test_a_public_name_is_called_as_the_page_says(call: str) -> None:
+    name, _, told = " ".join(call.split()).partition("(")
+    found = functools.reduce(getattr, name.split("."), ci_llm)
+    signature = inspect.signature(found)
+    taken = [each.replace(annotation=each.empty) for each in signature.parameters.values() if each.name != "self"]
+    shown = str(signature.replace(parameters=taken, return_annotation=signature.empty))
+    if told.endswith(", ...)"):
+        assert shown.startswith(f"({told.removesuffix(' ...)')}")
+    else:
+        assert shown == f"({told}"
+
+
+#: Keys of the paragraph of defaults that have one value there, and their names in TRL.
+IN_TRL = {
+    "learning_rate": "learning_rate",
+    "lr_scheduler_type": "lr_scheduler_type",
+    "num_warmup_steps_ratio": "warmup_steps",
+    "weight_decay": "weight_decay",
+    "batch_size": "per_device_train_batch_size",
+    "use_gradient_checkpointing": "gradient_checkpointing",
+    "lora_dropout": "lora_dropout",
+    "report_to": "report_to",
+    "num_workers": "dataloader_num_workers",
+}
+
+
+def same(value: object, told: str) -> bool:
+    shown = ",".join(value) if isinstance(value, tuple) else str(value).casefold()
+    return shown == told or (told[0].isdigit() and float(shown) == float(told))
+
+
+@pytest.mark.slow  # TRL loads much
+def test_the_defaults_that_differ_from_those_of_trl_are_those_of_both_programs() -> None:
+    trl = pytest.importorskip("trl")
+    theirs = {**trl.SFTConfig.__dataclass_fields__, **trl.ModelConfig.__dataclass_fields__}
+    ours = Config(model_name="another", objective="sft")
+    text = page("docs/coming_from.md").partition("**Defaults that differ**")[2].partition("Equal: ")[0]
+    told = {key: values for key, *values in re.findall(r"`(\w+)=([\w.-]+)` \(([\w.-]+)\)", text)}
+    assert IN_TRL.keys() <= told.keys()
+    for key, name in IN_TRL.items():
+        assert same(getattr(ours, key), told[key][0]), key
+        assert same(theirs[name].default, told[key][1]), name
+        assert getattr(ours, key) != theirs[name].default, f"{key} is the same"
+
+
+def test_the_rows_of_a_step_in_the_recipe_s_loop_do_not_depend_on_the_number_of_processes() -> None:
+    """With rows per step divided among the processes, and the last rows of an epoch dropped."""
+
+    def steps(processes: int) -> list[set[int]]:
+        each = []
+        for process in range(processes):
+            batches = BatchSampler(ci_llm.StatefulSampler(range(100), seed=1), 8 // processes, drop_last=True)
+            each.append([*BatchSamplerShard(batches, processes, process)])
+        return [{row for batch in together for row in batch} for together in zip(*each, strict=True)]
+
+    assert len(steps(1)) == 12
+    assert steps(1) == steps(2) == steps(4)
