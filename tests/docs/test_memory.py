@@ -40,13 +40,15 @@ def parts(shape: dict[str, Any], *, quantized: bool) -> dict[str, float]:
     words = shape["vocab_size"] * shape["hidden_size"] * (1 if shape["tie_word_embeddings"] else 2)
     dense = sum(inputs * outputs for inputs, outputs in layers)
     trained = RANK * sum(inputs + outputs for inputs, outputs in layers)
-    recomputed = 4.4 * shape["num_hidden_layers"] * shape["hidden_size"]
+    recomputed = 4.4 * shape["num_hidden_layers"] * shape["hidden_size"] + 17 * shape["intermediate_size"]
+    kept = 14 * shape["num_hidden_layers"] * shape["intermediate_size"]
     return {
         "N": dense + words,
         "P": trained,
         "base": (0.516 if quantized else 2) * dense + 2 * words,
         "agents": 28 * AGENTS * trained,
-        "activations": TOKENS * (recomputed + 17 * shape["intermediate_size"]),
+        "activations": TOKENS * recomputed,
+        "kept": TOKENS * kept,
         "checkpoint": 12 * AGENTS * trained,
     }
 
@@ -65,6 +67,8 @@ def rows() -> dict[str, list[str]]:
 def test_the_formula_gives_the_row_of_the_table(row: str) -> None:
     dense, small = (parts(KNOWN[NAMES[row]], quantized=quantized) for quantized in (False, True))
     for_all = dense["agents"] + dense["activations"] + CUDA_CONTEXT_BYTES
+    batch = Config().batch_size
+    more_by_default = (batch - 1) * dense["activations"] + batch * dense["kept"]
     expected = [
         [dense["N"]],
         [dense["P"] * 1000],
@@ -72,6 +76,7 @@ def test_the_formula_gives_the_row_of_the_table(row: str) -> None:
         [dense["agents"]],
         [dense["activations"]],
         [dense["base"] + for_all, small["base"] + for_all],
+        [dense["base"] + for_all + more_by_default],
         [dense["checkpoint"]],
     ]
     for cell, values in zip(rows()[row], expected, strict=True):
@@ -79,27 +84,42 @@ def test_the_formula_gives_the_row_of_the_table(row: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_formula_agrees_with_the_estimate_of_the_check() -> None:
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_the_formula_agrees_with_the_estimate_of_the_check(recomputed: bool) -> None:
     """On a few layers of the smallest base: what is more of them is more of the same."""
     name = NAMES["Qwen2.5 0.5B"]
     shape = KNOWN[name] | {"num_hidden_layers": 2}
     config = Config(
         model_name=name,
         model_dtype="bf16",
-        mixed_precision="bf16",
-        use_gradient_checkpointing=True,
+        mixed_precision="bf16" if recomputed else "no",
+        use_gradient_checkpointing=recomputed,
         pass_per_agent=True,
         num_agents=AGENTS,
         lora_rank=RANK,
     )
-    sizes = {"rows": 1, "tokens": TOKENS, "targets": TOKENS // 2}
+    rows = 1 if recomputed else config.batch_size
+    sizes = {"rows": rows, "tokens": TOKENS, "targets": TOKENS // 2}
     found = trace(config, AutoConfig.for_model(**shape), torch.device("cpu"), **sizes)
     said = parts(shape, quantized=False)
     assert found.base_parameters == pytest.approx(said["N"], rel=0.001)
     assert found.agent_parameters == said["P"]
     assert found.base_bytes == pytest.approx(said["base"], rel=0.001)
     assert found.agents_bytes == said["agents"] / 28 * 40
-    assert found.activation_bytes == pytest.approx(said["activations"], rel=0.1)
+    per_row = said["activations"] + (0 if recomputed else said["kept"])
+    assert found.activation_bytes == pytest.approx(rows * per_row, rel=0.1)
+
+
+def test_the_memory_of_grpo_is_that_of_the_page() -> None:
+    """Eight rows of one prompt, and before them 32 open texts."""
+    shape = KNOWN[NAMES["Llama 3.1 8B (Qwen3-8B is alike)"]]
+    said, grpo = parts(shape, quantized=True), PAGE.partition("**GRPO**")[2].partition("\n- **")[0]
+    count = Config().num_generations
+    needed = said["base"] + said["agents"] + count * said["activations"] + CUDA_CONTEXT_BYTES
+    a_token = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
+    assert f"needs {needed / 1e9:.0f} GB" in grpo
+    assert f"{a_token / 1e3:.0f} kB" in grpo
+    assert f"{a_token * AGENTS * count * TOKENS / 1e9:.1f} GB for these {AGENTS * count} texts" in " ".join(grpo.split())
 
 
 @pytest.mark.parametrize(("device", "each"), [("cuda", 28), ("cpu", 40)])
