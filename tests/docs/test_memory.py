@@ -119,17 +119,17 @@ def test_so_does_the_one_for_layers_that_are_not_recomputed() -> None:
     assert second.activation_bytes - first.activation_bytes == pytest.approx(more["kept"] - few["kept"], rel=0.05)
 
 
-
 def test_the_memory_of_grpo_is_that_of_the_page() -> None:
     """Eight rows of one prompt, and before them 32 open texts."""
     shape = KNOWN[NAMES["Llama 3.1 8B (Qwen3-8B is alike)"]]
-    said, grpo = parts(shape, quantized=True), PAGE.partition("**GRPO**")[2].partition("\n- **")[0]
+    said = parts(shape, quantized=True)
+    grpo = " ".join(PAGE.partition("**GRPO**")[2].partition("\n- **")[0].split())
     count = Config().num_generations
     needed = said["base"] + said["agents"] + count * said["activations"] + CUDA_CONTEXT_BYTES
     a_token = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
     assert f"needs {needed / 1e9:.0f} GB" in grpo
     assert f"{a_token / 1e3:.0f} kB" in grpo
-    assert f"{a_token * AGENTS * count * TOKENS / 1e9:.1f} GB for these {AGENTS * count} texts" in " ".join(grpo.split())
+    assert f"{a_token * AGENTS * count * TOKENS / 1e9:.1f} GB for these {AGENTS * count} texts" in grpo
 
 
 @pytest.mark.parametrize(("device", "each"), [("cuda", 28), ("cpu", 40)])
