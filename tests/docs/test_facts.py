@@ -140,7 +140,7 @@ def test_a_public_name_is_called_as_the_page_says(call: str) -> None:
         assert shown == f"({told}"
 
 
-#: Keys of the paragraph of defaults that have one value there, and their names in TRL.
+#: Keys of the table of defaults that have one value there, and their names in TRL.
 IN_TRL = {
     "learning_rate": "learning_rate",
     "lr_scheduler_type": "lr_scheduler_type",
@@ -164,8 +164,9 @@ def test_the_defaults_that_differ_from_those_of_trl_are_those_of_both_programs()
     trl = pytest.importorskip("trl")
     theirs = {**trl.SFTConfig.__dataclass_fields__, **trl.ModelConfig.__dataclass_fields__}
     ours = Config(model_name="another", objective="sft")
-    text = page("docs/coming_from.md").partition("**Defaults that differ**")[2].partition("Equal: ")[0]
-    told = {key: values for key, *values in re.findall(r"`(\w+)=([\w.-]+)` \(([\w.-]+)\)", text)}
+    text = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8").partition("Defaults that differ")[2]
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \| (\S+) \|$", text.partition("Equal are")[0], re.MULTILINE)
+    told = {key: values for key, *values in rows}
     assert IN_TRL.keys() <= told.keys()
     for key, name in IN_TRL.items():
         assert same(getattr(ours, key), told[key][0]), key
