@@ -10,6 +10,7 @@ import pytest
 from ci_llm import CheckpointManager, orbax
 from ci_llm.cluster.starter import without_options
 from ci_llm.config import read_config
+from ci_llm.config.foreign import REMOVED
 from ci_llm.config.validation import find_notices
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.options import parse_options
@@ -119,10 +120,11 @@ def test_orbax_names_of_the_row_are_there() -> None:
     assert orbax.CheckpointManagerOptions(save_interval_steps=4)
 
 
-# Flag by flag
+# Flag by flag, and the keys that are gone
 
 
 WHOLE = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")
+REMOVED_KEYS = WHOLE.partition("## Removed keys")[2].partition("\n## ")[0]
 
 
 def section(title: str) -> str:
@@ -159,3 +161,8 @@ def test_the_flags_without_a_counterpart_are_answered_as_the_page_says(start: st
             assert refusal.value.hint
         else:
             assert read_config(None, [word]).config.dump() == read_config(None).config.dump(), word
+
+
+def test_every_removed_key_is_in_the_table_and_no_other() -> None:
+    first_cells = [line.split("|")[1] for line in REMOVED_KEYS.splitlines() if line.startswith("| `")]
+    assert {key for cell in first_cells for key in re.findall(r"`(\w+)`", cell)} == {*REMOVED}
