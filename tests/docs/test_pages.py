@@ -110,7 +110,7 @@ def test_a_run_takes_from_accelerate_what_the_pages_say() -> None:
 
 #: Behind this line the site writes the signatures of the public names.
 SIGNATURES = "<!-- signatures -->"
-MOST_PAGES, MOST_WORDS, MOST_OF_CHANGELOG = 26, 24_700, 150
+MOST_PAGES, MOST_WORDS, MOST_OF_CHANGELOG = 26, 25_000, 150
 #: For whom a page is, in its first two lines of text.
 READERS = re.compile(r"^For (?:\w+ )?(?:users|readers|people|everyone|a reader) ")
 WRITTEN = sorted(ROOT.glob("docs/**/*.md"))
