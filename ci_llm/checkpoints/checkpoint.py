@@ -88,7 +88,7 @@ def write_files_as(
 
 LeafPath: TypeAlias = "tuple[str, ...]"
 
-NOT_STATE: tuple[LeafPath, ...] = (("trackers",), (MANIFEST, "surroundings"), (MANIFEST, "endurance"))
+NOT_STATE: tuple[LeafPath, ...] = (("trackers",), (MANIFEST, "surroundings"))
 
 
 @dataclass(frozen=True)
@@ -128,8 +128,8 @@ def compare(one: Checkpoint, other: Checkpoint) -> Comparison:
 
     The state decides: adapters, moments, generators, position, plain values, the fingerprints of base and data. Some
     things differ between two runs with the same bits and are listed separately: files kept verbatim (`config.yaml`
-    holds the name of the output folder), run ids of trackers, the machine and its library versions, the failures from
-    which the interval of saves follows. Time and attempt are ignored.
+    holds the name of the output folder), run ids of trackers, the machine and its library versions. Time and attempt
+    are ignored.
     """
     ours, theirs = _leaves_of(one), _leaves_of(other)
     paths = sorted({**ours, **theirs})

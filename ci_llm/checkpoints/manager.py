@@ -22,13 +22,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from ci_llm.checkpoints.checkpoint import Checkpoint, decode
 from ci_llm.checkpoints.due import Due
 from ci_llm.checkpoints.gradients import KEY, Gradients
 from ci_llm.checkpoints.manifest import Manifest, read_manifest
-from ci_llm.checkpoints.policy import METRICS, BestInterval, RetentionPolicy, SavePolicy
+from ci_llm.checkpoints.policy import METRICS, RetentionPolicy, SavePolicy
 from ci_llm.checkpoints.restoring import give_own_parts, load_into
 from ci_llm.checkpoints.saver import EachProcess, Saver
 from ci_llm.checkpoints.state_files import State
@@ -50,8 +50,7 @@ class CheckpointManager:
     Args:
         directory: the folder of the run.
         save_interval_steps: `save` saves at each multiple of it; None for no saves by steps.
-        save_interval_seconds: and when so much time has passed since the last; None for no saves by time; "auto":
-            the interval that loses the least time, by what saves cost here and how often the run failed (policy.py).
+        save_interval_seconds: and when so much time has passed since the last; None for no saves by time.
         max_to_keep: numbered checkpoints to keep; None keeps all. A `Retention` also keeps the best, or each n-th step.
         async_save: copy the state, return, and write it in a thread. One save is in flight at a time. A save in flight
             at the end of the process is finished. False: `save` returns when the checkpoint is durable.
@@ -91,7 +90,7 @@ class CheckpointManager:
         directory: Path | str,
         *,
         save_interval_steps: int | None = 1,
-        save_interval_seconds: float | Literal["auto"] | None = None,
+        save_interval_seconds: float | None = None,
         max_to_keep: int | RetentionPolicy | None = None,
         async_save: bool = True,
         accelerator: Any = None,
@@ -100,7 +99,6 @@ class CheckpointManager:
         processes: ProcessGroup | None = None,
         interrupts: Interrupts | None = None,
     ) -> None:
-        seconds = BestInterval(self.clock) if save_interval_seconds == "auto" else save_interval_seconds
         self._retention = max_to_keep if isinstance(max_to_keep, RetentionPolicy) else RetentionPolicy(max_to_keep)
         self._interrupts, self._own_interrupts = interrupts or Interrupts(), interrupts is None
         self._processes = processes or TorchProcessGroup(getattr(accelerator, "device", None))
@@ -118,9 +116,8 @@ class CheckpointManager:
             checkpoint_backend,
             asynchronous=async_save,
             optimizers=optimizers,
-            interval=seconds if isinstance(seconds, BestInterval) else None,
         )
-        policy = SavePolicy(save_interval_steps, seconds)
+        policy = SavePolicy(save_interval_steps, save_interval_seconds)
         self.due = Due(policy, self._interrupts, self._processes, self.saver.newest, self.clock)
 
     # Saving

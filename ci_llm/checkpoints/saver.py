@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,7 @@ from ci_llm.checkpoints.backends import SaveRequest, open_backend
 from ci_llm.checkpoints.due import Due, Votes
 from ci_llm.checkpoints.gradients import KEY, Gradients
 from ci_llm.checkpoints.manifest import copy_info
-from ci_llm.checkpoints.policy import FAILURES, METRICS, BestInterval, RetentionPolicy
+from ci_llm.checkpoints.policy import METRICS, RetentionPolicy
 from ci_llm.checkpoints.state_files import State, StateEntry, from_bytes, hand_off, snapshot_of, take_snapshot, to_bytes
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, CheckpointStore, SaveResult
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, is_true_anywhere
@@ -95,7 +94,6 @@ class Saver:
         asynchronous: saves run in a thread.
         optimizers: those that change the state; see `AsyncSaver`.
         retention: says which older steps stay.
-        interval: measures how long saves take, and knows the failures of the run; None where no interval follows.
 
     Attributes:
         gradients: those of the loop, which a save inside an accumulation window holds.
@@ -115,9 +113,8 @@ class Saver:
         *,
         asynchronous: bool,
         optimizers: Iterable[Any],
-        interval: BestInterval | None,
     ) -> None:
-        self._store, self._processes, self._retention, self._interval = store, processes, retention, interval
+        self._store, self._processes, self._retention = store, processes, retention
         self._backend, self._asynchronous = open_backend(backend, processes), asynchronous
         self._channel: SideChannel | None = None
         self._begun: int | None = None
@@ -170,19 +167,18 @@ class Saver:
 
     def save(self, step: int, state: State, info: Mapping[str, object], keep: Collection[int], due: Due) -> bool:
         """Save `state` as `step` if it is newer than the newest; see `CheckpointManager.save`. A collective."""
-        began = time.perf_counter()
         contributions, entries, spared = self._exchange(step, state, info, due)
         votes = Votes(*map(sum, zip(*(each.votes for each in contributions), strict=True)))
         if not due.begins(step, votes):
             return False
         self._complete(entries, state, contributions)
-        whole_info = copy_info({**info, **self._failures(left=votes.stop > 0)})
+        whole_info = copy_info(info)
         task = self._backend.prepare(SaveRequest(self._store, step, entries, whole_info, spared.union(keep)))
         self._begun = step
         if not self._asynchronous:
             return self._save_now(task)
         if task is not None:
-            self.behind.begin(task, self._note, waited_s=time.perf_counter() - began)
+            self.behind.begin(task, self._note)
         return True
 
     def say_if_saved(self, step: int) -> None:
@@ -198,7 +194,7 @@ class Saver:
         self.require_open()
         self.behind.wait()
         self._store.acquire_lease(SURVIVOR_TIMEOUT_S)
-        snapshot, whole_info = take_snapshot(state), {**copy_info(info), **self._failures(left=True)}
+        snapshot, whole_info = take_snapshot(state), copy_info(info)
         return self._note(self._store.save(step, snapshot.files, forms=snapshot.forms, info=whole_info, keep=keep))
 
     def finish(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> bool:
@@ -207,7 +203,7 @@ class Saver:
 
         def work() -> bool:
             self.behind.wait()
-            return self._is_main_process and self._note(self._store.finish(extra, step=step), is_measured=False)
+            return self._is_main_process and self._note(self._store.finish(extra, step=step))
 
         return is_true_anywhere(self._processes, work)
 
@@ -236,7 +232,6 @@ class Saver:
                 entries.extend(hand_off({**state, **own} if own else state))
                 metrics = copy_info(info).get(METRICS)  # a copy: the loop may change its own
                 if self._is_main_process:
-                    self._load_failures()
                     spared.update(self._retention.spared(self._store.directory, step, metrics))
             return Contribution(votes, self.gradients.are_waiting(state), own).pack()
 
@@ -262,21 +257,7 @@ class Saver:
         # Only process 0 knows whether the disk took the checkpoint: telling the others costs one collective more.
         return is_true_anywhere(self._processes, work)
 
-    def _load_failures(self) -> None:
-        """Look up the failures before this attempt, where the interval follows from them."""
-        if self._interval is not None:
-            self._interval.load_past(self._store.directory, self.newest(), self._store.acquire_lease())
-
-    def _failures(self, *, left: bool) -> dict[str, Any]:
-        """The entry of the manifest about the failures of the run, for the attempts after this one."""
-        if self._interval is None or not self._is_main_process:
-            return {}
-        self._load_failures()
-        return {FAILURES: asdict(self._interval.history(left=left))}
-
-    def _note(self, result: SaveResult, *, is_measured: bool = True) -> bool:
-        if is_measured and result.saved and self._interval is not None and self._is_main_process:
-            self._interval.measured(self.behind.stall_s if self._asynchronous else result.seconds, result.seconds)
+    def _note(self, result: SaveResult) -> bool:
         self.last_result = result
         if result.note and self._is_main_process:
             logger.log(logging.WARNING if result.saved or result.cause else logging.INFO, result.note)
