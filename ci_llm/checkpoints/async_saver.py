@@ -212,13 +212,9 @@ class SaveTask:
 
 
 class AsyncSaver:
-    """Saves in a thread, one at a time.
+    """Saves in a thread, one at a time; without an optimizer that it watches, a state is copied before `begin` returns."""
 
-    Args:
-        optimizers: those that change the state; without any, a state is copied before `begin` returns.
-    """
-
-    def __init__(self, optimizers: Iterable[Any] = ()) -> None:
+    def __init__(self) -> None:
         self._arena = Arena()
         self._pool = _one_thread()
         self._job: Future[None] | None = None
@@ -226,8 +222,6 @@ class AsyncSaver:
         self._copied.set()
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hooks: list[Any] = []
-        for optimizer in optimizers:
-            self.watch(optimizer)
 
     def watch(self, optimizer: Any) -> None:
         """Let the thread copy what `optimizer` owns: its next step waits until that is copied."""

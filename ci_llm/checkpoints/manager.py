@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ci_llm.checkpoints.checkpoint import Checkpoint, decode
-from ci_llm.checkpoints.due import Due
-from ci_llm.checkpoints.gradients import KEY, Gradients
+from ci_llm.checkpoints.due import Due, SavePolicy
+from ci_llm.checkpoints.gradients import KEY
 from ci_llm.checkpoints.manifest import Manifest, read_manifest
-from ci_llm.checkpoints.policy import METRICS, RetentionPolicy, SavePolicy
 from ci_llm.checkpoints.restoring import give_own_parts, load_into
 from ci_llm.checkpoints.saver import EachProcess, Saver
 from ci_llm.checkpoints.state_files import State
@@ -51,7 +50,7 @@ class CheckpointManager:
         directory: the folder of the run.
         save_interval_steps: `save` saves at each multiple of it; None for no saves by steps.
         save_interval_seconds: and when so much time has passed since the last; None for no saves by time.
-        max_to_keep: numbered checkpoints to keep; None keeps all. A `Retention` also keeps the best, or each n-th step.
+        max_to_keep: the number of newest checkpoints to keep, beside those that `save` is told to keep; None keeps all.
         async_save: copy the state, return, and write it in a thread. One save is in flight at a time. A save in flight
             at the end of the process is finished. False: `save` returns when the checkpoint is durable.
         optimizers: the optimizers of the loop. With `async_save` what they own is copied in the thread as well, and
@@ -82,7 +81,6 @@ class CheckpointManager:
     """
 
     EachProcess: ClassVar = EachProcess  # for what every process has of its own, in a state
-    Retention: ClassVar = RetentionPolicy  # for `max_to_keep`
     clock: Callable[[], float] = staticmethod(time.monotonic)
 
     def __init__(
@@ -91,7 +89,7 @@ class CheckpointManager:
         *,
         save_interval_steps: int | None = 1,
         save_interval_seconds: float | None = None,
-        max_to_keep: int | RetentionPolicy | None = None,
+        max_to_keep: int | None = None,
         async_save: bool = True,
         accelerator: Any = None,
         optimizers: Iterable[Any] = (),
@@ -99,24 +97,17 @@ class CheckpointManager:
         processes: ProcessGroup | None = None,
         interrupts: Interrupts | None = None,
     ) -> None:
-        self._retention = max_to_keep if isinstance(max_to_keep, RetentionPolicy) else RetentionPolicy(max_to_keep)
         self._interrupts, self._own_interrupts = interrupts or Interrupts(), interrupts is None
         self._processes = processes or TorchProcessGroup(getattr(accelerator, "device", None))
         shield_workers(*getattr(accelerator, "_dataloaders", ()))
         self.store = CheckpointStore(
             Path(directory).absolute(),  # the loop may change the working folder, also while a save is in flight
-            save_total_limit=self._retention.newest,
+            save_total_limit=max_to_keep,
         )
-        self.directory, optimizers = self.store.directory, list(optimizers)
-        self.saver = Saver(
-            self.store,
-            self._processes,
-            Gradients(self._processes, optimizers, accelerator),
-            self._retention,
-            checkpoint_backend,
-            asynchronous=async_save,
-            optimizers=optimizers,
-        )
+        self.directory = self.store.directory
+        self.saver = Saver(self.store, self._processes, checkpoint_backend, accelerator, asynchronous=async_save)
+        for optimizer in optimizers:
+            self.saver.watch(optimizer)
         policy = SavePolicy(save_interval_steps, save_interval_seconds)
         self.due = Due(policy, self._interrupts, self._processes, self.saver.newest, self.clock)
 
@@ -131,7 +122,6 @@ class CheckpointManager:
         step: int,
         state: State,
         *,
-        metrics: Mapping[str, Any] | None = None,
         force: bool = False,
         info: Mapping[str, object] | None = None,
         keep: Collection[int] = (),
@@ -146,9 +136,8 @@ class CheckpointManager:
                 objects with `state_dict`, bytes for files to be kept verbatim, and `EachProcess` for what every
                 process has of its own. Between two steps of an optimizer in it (or of the `optimizers`) the gradients
                 that wait are saved as well (gradients.py).
-            metrics: plain values by name, for `best_fn`; they are in the manifest.
             force: save whatever the policy says; the same on every process. It costs no vote.
-            info: plain values for the manifest: epoch, position, fingerprints.
+            info: plain values for the manifest: epoch, position, metrics.
             keep: steps that are not pruned, beside the `max_to_keep` newest: the best one, for instance.
 
         Raises:
@@ -159,8 +148,7 @@ class CheckpointManager:
         """
         self.saver.require_open()
         self.store.let_go()
-        whole_info = {**(info or {}), **({} if metrics is None else {METRICS: metrics})}
-        if (force or self.due.is_due(step)) and self.saver.save(step, state, whole_info, keep, self.due):
+        if (force or self.due.is_due(step)) and self.saver.save(step, state, info or {}, keep, self.due):
             return True
         if not self.due.agreed(step).newer:
             self.saver.say_if_saved(step)
@@ -282,22 +270,13 @@ class CheckpointManager:
         self.wait_until_finished()
         return self.store.all_steps()
 
-    def best_step(self) -> int | None:
-        """The step that `best_fn` puts first; the newest one without it."""
-        return self._retention.best_of(self.directory, self.all_steps())
-
     def metadata(self, step: int) -> Manifest:
-        """The manifest of a step: time, attempt, `info` and `metrics`, files and their sizes; no other byte is read.
+        """The manifest of a step: time, attempt, `info`, files and their sizes; no other byte is read.
 
         Raises: DamagedCheckpoint, CheckpointError.
         """
         self.wait_until_finished()
         return read_manifest(self.store.path(step))
-
-    def metrics(self, step: int) -> Mapping[str, Any] | None:
-        """The `metrics` that `step` was saved with. Raises as `metadata`."""
-        found = self.metadata(step).info.get(METRICS)
-        return found if isinstance(found, Mapping) else None
 
     def verify(self, step: int) -> Manifest:
         """Read every byte of a step and return its manifest. Raises DamagedCheckpoint, CheckpointError."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from ci_llm.checkpoints.backends import SaveRequest, open_backend
 from ci_llm.checkpoints.due import Due, Votes
 from ci_llm.checkpoints.gradients import KEY, Gradients
 from ci_llm.checkpoints.manifest import copy_info
-from ci_llm.checkpoints.policy import METRICS, RetentionPolicy
 from ci_llm.checkpoints.state_files import State, StateEntry, from_bytes, hand_off, snapshot_of, take_snapshot, to_bytes
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, CheckpointStore, SaveResult
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, is_true_anywhere
@@ -91,9 +90,8 @@ class Saver:
 
     Args:
         backend: the name of a module of `backends/`.
+        accelerator: see `Gradients`.
         asynchronous: saves run in a thread.
-        optimizers: those that change the state; see `AsyncSaver`.
-        retention: says which older steps stay.
 
     Attributes:
         gradients: those of the loop, which a save inside an accumulation window holds.
@@ -104,22 +102,14 @@ class Saver:
     """
 
     def __init__(
-        self,
-        store: CheckpointStore,
-        processes: ProcessGroup,
-        gradients: Gradients,
-        retention: RetentionPolicy,
-        backend: str,
-        *,
-        asynchronous: bool,
-        optimizers: Iterable[Any],
+        self, store: CheckpointStore, processes: ProcessGroup, backend: str, accelerator: Any, *, asynchronous: bool
     ) -> None:
-        self._store, self._processes, self._retention = store, processes, retention
+        self._store, self._processes = store, processes
         self._backend, self._asynchronous = open_backend(backend, processes), asynchronous
         self._channel: SideChannel | None = None
         self._begun: int | None = None
-        self.gradients = gradients
-        self.behind = AsyncSaver(optimizers if asynchronous else ())
+        self.gradients = Gradients(processes, accelerator)
+        self.behind = AsyncSaver()
         weakref.finalize(self, finish_at_exit, self.behind, os.getpid())
         self.closed = False
         self.last_result: SaveResult | None = None
@@ -145,7 +135,7 @@ class Saver:
         return self._channel
 
     def watch(self, optimizer: Any) -> None:
-        """Add an optimizer of the loop that was made later than the saver."""
+        """Add an optimizer that changes the state; see `AsyncSaver` and `Gradients`."""
         self.gradients.watch(optimizer)
         if self._asynchronous:
             self.behind.watch(optimizer)
@@ -167,13 +157,12 @@ class Saver:
 
     def save(self, step: int, state: State, info: Mapping[str, object], keep: Collection[int], due: Due) -> bool:
         """Save `state` as `step` if it is newer than the newest; see `CheckpointManager.save`. A collective."""
-        contributions, entries, spared = self._exchange(step, state, info, due)
+        contributions, entries, own_info = self._exchange(step, state, info, due)
         votes = Votes(*map(sum, zip(*(each.votes for each in contributions), strict=True)))
         if not due.begins(step, votes):
             return False
         self._complete(entries, state, contributions)
-        whole_info = copy_info(info)
-        task = self._backend.prepare(SaveRequest(self._store, step, entries, whole_info, spared.union(keep)))
+        task = self._backend.prepare(SaveRequest(self._store, step, entries, own_info, frozenset(keep)))
         self._begun = step
         if not self._asynchronous:
             return self._save_now(task)
@@ -194,8 +183,8 @@ class Saver:
         self.require_open()
         self.behind.wait()
         self._store.acquire_lease(SURVIVOR_TIMEOUT_S)
-        snapshot, whole_info = take_snapshot(state), copy_info(info)
-        return self._note(self._store.save(step, snapshot.files, forms=snapshot.forms, info=whole_info, keep=keep))
+        snapshot = take_snapshot(state)
+        return self._note(self._store.save(step, snapshot.files, forms=snapshot.forms, info=info, keep=keep))
 
     def finish(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> bool:
         """Make `final_checkpoint` of a committed step, the newest by default, and `extra` files. A collective."""
@@ -214,13 +203,13 @@ class Saver:
 
     def _exchange(
         self, step: int, state: Any, info: Mapping[str, object], due: Due
-    ) -> tuple[list[Contribution], list[StateEntry], set[int]]:
+    ) -> tuple[list[Contribution], list[StateEntry], dict[str, Any]]:
         """Get ready to save, then tell the other processes: what has failed on one alone becomes an error of all.
 
         Returns:
-            the contributions of all processes, by index; what this one writes; on process 0 older steps that stay.
+            the contributions of all processes, by index; what this one writes; its own copy of the info.
         """
-        entries, spared = list[StateEntry](), set[int]()
+        entries, own_info = list[StateEntry](), dict[str, Any]()
 
         def contribute() -> bytes:
             votes, own = due.vote(step), own_parts(state)
@@ -230,12 +219,10 @@ class Saver:
                     logger.warning(warning, step)
                 self.behind.wait()
                 entries.extend(hand_off({**state, **own} if own else state))
-                metrics = copy_info(info).get(METRICS)  # a copy: the loop may change its own
-                if self._is_main_process:
-                    spared.update(self._retention.spared(self._store.directory, step, metrics))
+                own_info.update(copy_info(info))  # the loop may change it
             return Contribution(votes, self.gradients.are_waiting(state), own).pack()
 
-        return Contribution.unpack_all(self.connect().exchange_result_of(contribute)), entries, spared
+        return Contribution.unpack_all(self.connect().exchange_result_of(contribute)), entries, own_info
 
     def _complete(self, entries: list[StateEntry], state: Any, contributions: Sequence[Contribution]) -> None:
         """Put what all processes have of their own in the place of what one of them has; gradients come first."""

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import simpy
 
-from ci_llm.checkpoints.policy import SavePolicy
+from ci_llm.checkpoints.due import SavePolicy
 from ci_llm.cluster.deadline import seconds_until_stop
 from ci_llm.cluster.slurm import Job, JobInfo, reason_not_to_requeue
 from ci_llm.supervisor.policy import Kind as Ending
