@@ -118,5 +118,5 @@ class Due:
         self._tried_at = self._clock()
 
     def forget(self) -> None:
-        """The folder has changed: ask again."""
+        """Ask again about the same step: the folder has changed, or time has passed. On every process."""
         self._counted = None

@@ -104,6 +104,7 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._attempt is not None:  # Trainer can evaluate without training
             self._attempt.mark = None
+            self._attempt.saver.manager.due.forget()  # a save may have been asked for during the evaluation
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._now.mark = None
