@@ -41,7 +41,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 
 #: What only one file (or package) may import, because it has to be done in one way.
 OWNERS = {
-    "accelerate": {"distributed/processes.py", "run/loop.py", "run/step/gradients.py"},
+    "accelerate": {"distributed/processes.py", "run/step/gradients.py", "run/trainer.py"},
     "yaml": {"config/yaml_file.py"},
     "ruamel": {"supervisor/script_settings.py"},
     "signal": {"interrupts.py"},

@@ -26,7 +26,7 @@ from ci_llm.data.units import Unit
 from ci_llm.dry_run.context import TOY_STEPS, CheckContext
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send
-from ci_llm.run.boundary import contents_of
+from ci_llm.run.saving import contents_of
 from ci_llm.run.end.attempt import Attempt
 from ci_llm.run.evaluation import conclude
 from ci_llm.run.loop import Batches, steps, train
