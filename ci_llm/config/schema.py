@@ -51,7 +51,7 @@ from ci_llm.config.run_keys import CheckpointKeys, EvaluationKeys, InterruptionK
 class BaseModelKeys(Keys):
     """The frozen base model"""
 
-    model_name: PathText = free("embedded", "base model: embedded, a hub id, a folder, or a GGUF file", names_run=True)
+    model_name: PathText = free("embedded", "base model: embedded, a hub id, a folder, or a GGUF file")
     model_dtype: Literal["fp16", "bf16", "fp32", "fp64", "auto"] | None = exact(
         None,
         "precision of the base: fp16, bf16, fp32 or fp64; null: fp32 on CPU, that of the checkpoint on CUDA;"
@@ -225,7 +225,6 @@ class DataKeys(Keys):
         "embedded, a hub id, a file, a glob, or a folder; several with commas between, or as a list",
         own=20,
         rows=True,
-        names_run=True,
     )
     dataset_subset: Text | None = exact(
         None,
@@ -239,7 +238,6 @@ class DataKeys(Keys):
     eval_split: Text | None = free(
         None,
         "split to evaluate on; null: validation or test if there is one, else a tenth of the rows",
-        names_run=True,
         one_data_set=True,
     )
     eval_dataset_name: Sources | None = free(
@@ -285,14 +283,12 @@ class TrainingKeys(Keys):
         3.0,
         "passes over the rows, also a fraction such as 1.5; max_train_steps wins over it",
         common="all agents take their steps together",
-        names_run=True,
     )
     max_train_steps: Count | None = schedule(
         None,
         "optimizer steps of the whole run; null: epochs decides",
         common="all agents take their steps together",
         stronger_than="epochs",
-        names_run=True,
     )
     batch_size: Count = rounding(
         4,

@@ -1,9 +1,7 @@
-"""A second experiment in the folder of the first: nothing is lost, and the refusal is a line to paste."""
+"""A second experiment in the folder of the first: the refusal names two ways, and nothing is lost on either."""
 
 from __future__ import annotations
 
-import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -21,21 +19,16 @@ def train(folder: Path, *words: str) -> int:
 
 
 @pytest.mark.slow
-def test_another_setting_is_answered_with_a_command_that_works(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    word, said, name = "num_agents=2", "has another crowd: num_agents was 1, is 2", "num_agents2"
+def test_another_setting_is_answered_with_ways_that_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    word = "num_agents=2"
     assert train(tmp_path / "run") == 0
     assert "optimizer AdamW, learning_rate 0.005, cosine" in capsys.readouterr().out
     assert train(tmp_path / "run", word) == 2
     shown = capsys.readouterr().err
-    assert said in shown
+    assert "has another crowd: num_agents was 1, is 2" in shown
     assert "overwrite_output_dir=true begins here and moves the old run aside" in shown
-    command = re.search(r"`(.*)` begins a new run beside it", shown)
-    assert command is not None
-    words = shlex.split(command[1])
-    assert words[-1] == f"experiment_name={name}"
-    assert main(words[words.index("train") :]) == 0
-    assert read_status(tmp_path / "run" / name).status == "completed"
+    assert "experiment_name=NAME begins a new run beside it" in shown
+    assert train(tmp_path / "run", word, "experiment_name=two") == 0
+    assert read_status(tmp_path / "run" / "two").status == "completed"
     assert read_status(tmp_path / "run").status == "completed"
     assert train(tmp_path / "run", word, "overwrite_output_dir=true") == 0

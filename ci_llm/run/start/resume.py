@@ -9,8 +9,7 @@ are others.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +23,6 @@ from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.checkpoints.saver import EachProcess
-from ci_llm.cluster.launch import Launch
 from ci_llm.config import Change, Config, as_typed, parse_config
 from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
 from ci_llm.config.schema import with_trait
@@ -40,45 +38,9 @@ from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
 from ci_llm.mirror.filling import local_copy
-from ci_llm.run.end.attempt import command_line
 from ci_llm.run.start.agent_settings import config_of
 from ci_llm.run.step.nonfinite import LastGood, placed
 from ci_llm.run.step.state import TrainState
-
-
-LONGEST_NAME: Final = 60
-#: Keys that a resumed run may change, and that make another experiment of a new one.
-NAMED_AS_WELL: Final = frozenset(with_trait("names_run"))
-
-
-def other_ways(changes: Iterable[Change], config: Config, launch: Launch) -> str:
-    """The hint of a refusal to resume: a new run beside the old one, a new run in its place, or the old settings.
-
-    The command can be pasted: it is the one that was typed, with an `experiment_name` made of what differs.
-
-    Args:
-        changes: what differs between the run in the folder and `config`.
-    """
-    changes = list(changes)
-    name = {"experiment_name": _new_name(changes, config)}
-    by_call = launch.called_at is not None  # from Python, where a command line says nothing
-    command = f"experiment_name={name['experiment_name']}" if by_call else f"`{command_line(launch, name)}`"
-    ways = [
-        f"{command} begins a new run beside it",
-        "overwrite_output_dir=true begins here and moves the old run aside",
-    ]
-    if old := [f"{each.key}={as_typed(each.old)}" for each in changes if each.kind == "sample-exact"]:
-        ways.append(f"{' '.join(old)} continues the old run")
-    return "; ".join(ways)
-
-
-def _new_name(changes: Iterable[Change], config: Config) -> str:
-    """A name for the new run, such as `num_agents8-learning_rate0.001`; NAME where a run has that name already."""
-    named = [each for each in changes if each.kind == "sample-exact" or each.key in NAMED_AS_WELL]
-    named = [each for each in named if each.key in config.model_fields_set] or named  # auto follows what was typed
-    parts = [config.experiment_name or "", *(f"{each.key}{Path(as_typed(each.new)).name}" for each in named)]
-    name = re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))[:LONGEST_NAME].strip("-._")
-    return "NAME" if name in ("", config.experiment_name) or Path(config.output_dir, name).exists() else name
 
 
 STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
@@ -403,9 +365,15 @@ class RunCheckpoint:
         Args:
             but: what `allow_inexact_resume` continues with.
         """
-        ways = other_ways(changes, self.config, self.processes.launch)
-        ways += f"; allow_inexact_resume=true continues with {but} from this step" if but else ""
-        return kind(what, where=str(source.folder), hint=ways)
+        ways = [
+            "experiment_name=NAME begins a new run beside it",
+            "overwrite_output_dir=true begins here and moves the old run aside",
+        ]
+        if old := [f"{each.key}={as_typed(each.old)}" for each in changes if each.kind == "sample-exact"]:
+            ways.append(f"{' '.join(old)} continues the old run")
+        if but:
+            ways.append(f"allow_inexact_resume=true continues with {but} from this step")
+        return kind(what, where=str(source.folder), hint="; ".join(ways))
 
     def _changes(self, source: Source) -> list[Change]:
         """What differs from the settings of the checkpoint; `model_dtype` by what it means on this device."""
