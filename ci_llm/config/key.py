@@ -116,7 +116,6 @@ class Traits(TypedDict, total=False):
         evaluable: `ci-llm evaluate` may change it.
         recorded: its effect is recorded with the environment of a checkpoint, and compared there.
         place: it says where a run lies, not what it is.
-        one_data_set: it says something about the rows of one data set, and nothing about another's.
     """
 
     own: int
@@ -129,7 +128,6 @@ class Traits(TypedDict, total=False):
     evaluable: bool
     recorded: bool
     place: bool
-    one_data_set: bool
 
 
 def _key(default: Any, doc: str, kind: ChangeKind, keeps_bits: bool, traits: Traits) -> Any:

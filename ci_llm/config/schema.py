@@ -232,16 +232,14 @@ class DataKeys(Keys):
         own=21,
         rows=True,
         evaluable=True,
-        one_data_set=True,
     )
-    dataset_split: Text = exact("train", "split to train on", own=22, rows=True, one_data_set=True)
+    dataset_split: Text = exact("train", "split to train on", own=22, rows=True)
     eval_split: Text | None = free(
         None,
         "split to evaluate on; null: validation or test if there is one, else a tenth of the rows",
-        one_data_set=True,
     )
     eval_dataset_name: Sources | None = free(
-        None, "data set to evaluate on, as dataset_name; null: eval_split, or rows held out", one_data_set=True
+        None, "data set to evaluate on, as dataset_name; null: eval_split, or rows held out"
     )
     val_set_size: Amount | None = exact(
         None,
@@ -249,16 +247,15 @@ class DataKeys(Keys):
         rivals=("eval_dataset_name", "eval_split"),
     )
     prompt_column: Text | None = exact(
-        None, "column of the prompt, beside answer_column; null: found by its name", evaluable=True, one_data_set=True
+        None, "column of the prompt, beside answer_column; null: found by its name", evaluable=True
     )
     answer_column: Text | None = exact(
         None,
         "column of the answer, or of the label beside text_column; null: found by its name",
         evaluable=True,
-        one_data_set=True,
     )
     text_column: Text | None = exact(
-        None, "column of plain text to learn; null: found by its name", evaluable=True, one_data_set=True
+        None, "column of plain text to learn; null: found by its name", evaluable=True
     )
     chat_template: Text | None = exact(
         None, "plain, roles, chatml, a template of the tokenizer by name, a file, or a text; null: the tokenizer's own"
@@ -271,7 +268,7 @@ class DataKeys(Keys):
         evaluable=True,
     )
     max_train_samples: Count | None = exact(
-        None, "train on the first n rows; null: on all", own=23, rows=True, one_data_set=True
+        None, "train on the first n rows; null: on all", own=23, rows=True
     )
     num_workers: Size = free(4, "data loading processes per training process; 0: the training process loads")
 
