@@ -45,7 +45,9 @@ WORDS = [
 
 
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)
-def test_a_suggestion_is_a_command_that_the_trainer_takes(words: list[str], suggested: Callable[..., list[str]]) -> None:
+def test_a_suggestion_is_a_command_that_the_trainer_takes(
+    words: list[str], suggested: Callable[..., list[str]]
+) -> None:
     """Suggested keys that the command already had were refused as `given twice`."""
     said = suggested(*words)
     *rest, last = said
