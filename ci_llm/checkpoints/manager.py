@@ -180,15 +180,6 @@ class CheckpointManager:
         """Return when nothing is in flight, on any process. Raises the error of a save in its thread."""
         self.saver.behind.wait()
 
-    def is_saving_in_progress(self) -> bool:
-        """True if a save is in flight."""
-        return self.saver.behind.busy
-
-    def check_for_errors(self) -> None:
-        """Raise the error of a save that has ended in its thread; waits for nothing."""
-        if not self.is_saving_in_progress():
-            self.wait_until_finished()
-
     def close(self) -> None:
         """Finish what is in flight; release the lease and restore the signal handlers. Then it only reads."""
         self.saver.closed = True
@@ -211,7 +202,7 @@ class CheckpointManager:
     def latest_step(self, *, at_most: int | None = None) -> int | None:
         """The newest step that verifies, read byte by byte; a damaged one is named and quarantined.
 
-        Its bytes stay in memory until the next `restore`, `save`, `reload` or `close`: `restore` does not read again.
+        Its bytes stay in memory until the next `restore`, `save`, `delete` or `close`: `restore` does not read again.
 
         Args:
             at_most: for going back before this step: supersede what is newer then. None for the newest of all.
@@ -285,12 +276,6 @@ class CheckpointManager:
 
     # Changing
 
-    def reload(self) -> None:
-        """Look at the folder again at the next call, because somebody else has changed it. On every process."""
-        self.wait_until_finished()
-        self.store.forget()
-        self.due.forget()
-
     def delete(self, step: int) -> None:
         """Remove a committed step. On every process; process 0 does it.
 
@@ -298,6 +283,8 @@ class CheckpointManager:
             CheckpointError: there is no such step.
         """
         self.saver.require_open()
-        self.reload()
+        self.wait_until_finished()
+        self.store.forget()
+        self.due.forget()
         if self._processes.process_index == 0:
             self.store.delete(step)

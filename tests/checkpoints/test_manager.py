@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -384,26 +383,6 @@ def test_going_back_deleting_and_finishing(managers: Any) -> None:
         manager.delete(2)
         assert manager.all_steps() == [3, 4]
         assert manager.restore(4) == {"step": 40}
-
-
-def test_orbax_s_questions_about_a_save(managers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager, goes_on = managers(async_save=True), threading.Event()
-    save = manager.store.save
-    monkeypatch.setattr(manager.store, "save", lambda *args, **keys: (goes_on.wait(), save(*args, **keys))[1])
-    manager.save(1, {"a": 1}, info={"score": 5})
-    in_progress = manager.is_saving_in_progress()
-    manager.check_for_errors()  # and waits for nothing
-    goes_on.set()
-    assert in_progress
-    manager.wait_until_finished()
-    assert not manager.is_saving_in_progress()
-    assert manager.metadata(1).info == {"score": 5}
-    monkeypatch.setattr(manager.store, "save", lambda *args, **keys: 1 // 0)
-    manager.save(2, {"a": 2})
-    while manager.is_saving_in_progress():
-        pass
-    with pytest.raises(ZeroDivisionError):
-        manager.check_for_errors()
 
 
 def test_no_pickle_is_read_or_written(managers: Any) -> None:
