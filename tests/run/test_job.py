@@ -205,6 +205,7 @@ def test_a_run_with_more_steps_resumes_and_says_that_it_is_longer(
     [
         (["num_agents=2"], "num_agents was 3, is 2"),
         (["learning_rate=1e-3"], "learning_rate was 0.005, is 0.001"),
+        (["learning_rate=1e-3"], "experiment_name=NAME begins a new run beside it; overwrite_output_dir=true begins"),
         (["max_train_samples=10"], "max_train_samples was 20, is 10"),
         (["resume_from_checkpoint=null"], "holds checkpoints of steps 4, 6"),
         (["resume_from_checkpoint=nowhere"], "there is no checkpoint at this path"),
