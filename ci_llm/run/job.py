@@ -231,12 +231,11 @@ def _resume(trainer: Trainer, attempt: Attempt, start: beginning.Start, requests
         _log_line(f"kernels   {line}")
     if told := choose_threads(trainer, attempt.interrupts, recorded):
         logger.info(f"threads   {told}")
+    # Of the rows of the checkpoint; a crowd of a sweep, made of others, has no digest yet.
+    record_bits(trainer, recorded.get("layer", {}).get("lengths", ()))
     if start.source is None:
-        record_bits(trainer)
         return
-    attempt.exactness = trainer.checkpoint.restore_environment(
-        start.source, trainer.state, partial(record_bits, trainer)
-    )
+    attempt.exactness = trainer.checkpoint.restore_environment(start.source, trainer.state)
     _log_line(f"exactness: {attempt.exactness}")
     _recover_evaluation(trainer, attempt, from_log=start.is_own)
 

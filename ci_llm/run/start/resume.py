@@ -9,7 +9,7 @@ are others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -280,17 +280,10 @@ class RunCheckpoint:
         self.last_good.load(_in_episode(state), saved["guard"])
         return Restored(state, dict(saved["trackers"]), _shown(changes, self.config))
 
-    def restore_environment(
-        self, source: Source, state: TrainState, record_bits: Callable[[Sequence[int]], None]
-    ) -> str:
-        """Set the generators as they were; returns the grade, and what lowers it, for people. A collective.
-
-        Args:
-            record_bits: of run/one_layer.py, for rows of these lengths; it fills `bits`.
-        """
+    def restore_environment(self, source: Source, state: TrainState) -> str:
+        """Set the generators as they were; returns the grade, and what lowers it, for people. `bits` are recorded."""
         before: Any = source.checkpoint.manifest.info["surroundings"]
         same_processes = before["processes"] == self.processes.num_processes
-        record_bits(before.get("layer", {}).get("lengths", ()))  # a crowd of a sweep, made of others, has no digest yet
         now = self.environment(state)
         if self.crowd.device.type != "cpu":
             now["threads"] = before["threads"]  # they compute no step
