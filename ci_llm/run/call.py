@@ -27,19 +27,10 @@ if TYPE_CHECKING:
 _training = threading.Lock()
 
 
-def _unlock_in_child() -> None:
-    global _training
-    _training = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_unlock_in_child)
-
-
 @contextmanager
 def _only_run() -> Iterator[None]:
     """Refuse a second run while one trains in this process: both would change the global settings of libraries."""
-    lock = _training
-    if not lock.acquire(blocking=False):
+    if not _training.acquire(blocking=False):
         raise BadInput(
             "a run is already training in this process",
             where=IN_CALL,
@@ -48,7 +39,7 @@ def _only_run() -> Iterator[None]:
     try:
         yield
     finally:
-        lock.release()
+        _training.release()
 
 
 @_only_run()
