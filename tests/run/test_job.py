@@ -130,14 +130,6 @@ def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -
 
 
 @pytest.mark.slow
-def test_the_second_call_says_that_it_is_complete(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
-    assert train(run) == 0
-    assert "complete at step 6" in capsys.readouterr().out
-    assert before == {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
-
-
-@pytest.mark.slow
 def test_a_push_that_was_interrupted_does_not_evaluate_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
