@@ -212,7 +212,7 @@ class SaveTask:
 
 
 class AsyncSaver:
-    """Saves in a thread, one at a time; without an optimizer that it watches, a state is copied before `begin` returns."""
+    """Saves in a thread, one at a time. What no watched optimizer owns is copied before `begin` returns."""
 
     def __init__(self) -> None:
         self._arena = Arena()

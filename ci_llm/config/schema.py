@@ -254,9 +254,7 @@ class DataKeys(Keys):
         "column of the answer, or of the label beside text_column; null: found by its name",
         evaluable=True,
     )
-    text_column: Text | None = exact(
-        None, "column of plain text to learn; null: found by its name", evaluable=True
-    )
+    text_column: Text | None = exact(None, "column of plain text to learn; null: found by its name", evaluable=True)
     chat_template: Text | None = exact(
         None, "plain, roles, chatml, a template of the tokenizer by name, a file, or a text; null: the tokenizer's own"
     )
@@ -267,9 +265,7 @@ class DataKeys(Keys):
         common="one length bounds the rows of all agents",
         evaluable=True,
     )
-    max_train_samples: Count | None = exact(
-        None, "train on the first n rows; null: on all", own=23, rows=True
-    )
+    max_train_samples: Count | None = exact(None, "train on the first n rows; null: on all", own=23, rows=True)
     num_workers: Size = free(4, "data loading processes per training process; 0: the training process loads")
 
 

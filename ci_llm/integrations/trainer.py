@@ -234,8 +234,7 @@ class _Attempt:
         state = self._trainer.state
         replaced = self._trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None
         if state.global_step and not replaced:
-            within = not _between_epochs(state)
-            self.saver.save(state.global_step, lambda: self._contents(within_epoch=within), force=True)
+            self.saver.save(state.global_step, lambda: self._contents(within_epoch=not _between_epochs(state)), force=True)
 
     def end(self) -> None:
         """Restore the trainer as it was; may be called twice."""

@@ -130,7 +130,8 @@ def run_among(
         ending.callback(_do_last_act, attempt, within)  # training.log takes its line only while the folder is leased
         with ends_if_stopped(interrupts, processes.patience, config.interrupted_exit_code):
             start, requests = _beginning(config, processes, attempt)
-            trainer = build(config, processes, attempt, loaded, start.source and start.source.config, given)
+            before = start.source.config if start.source else None
+            trainer = build(config, processes, attempt, loaded, before, given)
             if loaded is not None:
                 ending.callback(trainer.crowd.detach)
             _resume(trainer, attempt, start, requests)
@@ -200,9 +201,7 @@ def _completed(trainer: Trainer, found: Evaluation, told: str, *, alone: bool) -
     return Result("completed", trainer.state.step, trainer.config.run_folder, found)
 
 
-def _beginning(
-    config: Config, processes: Processes, attempt: Attempt
-) -> tuple[beginning.Start, beginning.Requests]:
+def _beginning(config: Config, processes: Processes, attempt: Attempt) -> tuple[beginning.Start, beginning.Requests]:
     """Where the attempt begins, and the requests to it. A collective."""
     try:
         return beginning.find_beginning(config, processes, attempt.manager, attempt.mirror)

@@ -39,7 +39,6 @@ from ci_llm.run.saving import save
 from ci_llm.run.step.nonfinite import findings_of
 from ci_llm.run.trainer import Trainer
 
-
 Batches: TypeAlias = Iterator[tuple[int, list[MicroBatch]]]
 
 

@@ -108,7 +108,7 @@ def build(
     """
     set_determinism(config)
     config = _with_precision(config.settled_as(before), processes)
-    loaded = loaded or loading.load(config, processes, before and before.max_seq_length, given)
+    loaded = loaded or loading.load(config, processes, before.max_seq_length if before else None, given)
     loaded = loaded.for_agents(config.num_agents)
     base, rows = loaded.base, loaded.rows
     config = config.model_copy(update=loaded.settled)

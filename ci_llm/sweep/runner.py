@@ -261,7 +261,7 @@ class SweepRunner:
         config, line = processes.settle_precision(self._reading.config.settled_as(before))
         if line:
             self._say(f"precision {line}")
-        loaded = load(config, processes, before and before.max_seq_length)
+        loaded = load(config, processes, before.max_seq_length if before else None)
         self._reading = replace(self._reading, config=config.model_copy(update=loaded.settled))
         return loaded
 

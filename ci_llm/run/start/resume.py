@@ -42,7 +42,6 @@ from ci_llm.run.start.agent_settings import config_of
 from ci_llm.run.step.nonfinite import LastGood, placed
 from ci_llm.run.step.state import TrainState
 
-
 STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
 #: Keys whose effect `RunCheckpoint.environment` records, such as that of `batch_size`; the effect is compared.
 _RECORDED: Final = frozenset(with_trait("recorded"))
