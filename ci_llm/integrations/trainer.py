@@ -96,7 +96,7 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers
         self._now.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._now.end_step()
+        self._now.mark = _mark()  # to the next step only the fetching of batches and an evaluation may draw
         if (reason := self._now.saver.told_to_stop(state.global_step)) is not None:
             self.interrupted, self._now.stopping = reason, True
             control.should_training_stop = True
@@ -213,10 +213,6 @@ class _Attempt:
             self._say_if_drawn()
             self.saver.save(step, lambda: self._contents(within_epoch=True))
 
-    def end_step(self) -> None:
-        """From here to the next step only the fetching of batches and an evaluation may draw random numbers."""
-        self.mark = _mark()
-
     def _say_if_drawn(self) -> None:
         if self.mark is not None and self.mark != _mark():
             logger.warning(
@@ -234,7 +230,8 @@ class _Attempt:
         state = self._trainer.state
         replaced = self._trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None
         if state.global_step and not replaced:
-            self.saver.save(state.global_step, lambda: self._contents(within_epoch=not _between_epochs(state)), force=True)
+            within = not _between_epochs(state)
+            self.saver.save(state.global_step, lambda: self._contents(within_epoch=within), force=True)
 
     def end(self) -> None:
         """Restore the trainer as it was; may be called twice."""
