@@ -197,7 +197,7 @@ def _completed(trainer: Trainer, found: Evaluation, told: str, *, alone: bool) -
     push_result(trainer.config, trainer.processes)  # which may last, and a later call pushes as well
     logger.info(told)
     if alone:
-        log_next_steps(trainer.present_config, trainer.processes.launch, found, keys_to_go_on(trainer))
+        log_next_steps(trainer.present_config, found, keys_to_go_on(trainer))
     return Result("completed", trainer.state.step, trainer.config.run_folder, found)
 
 

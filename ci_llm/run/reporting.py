@@ -17,7 +17,6 @@ from ci_llm.crowd.objective import GrpoObjective, of_metrics
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.logs.progress import Position
 from ci_llm.run.end.attempt import Attempt
-from ci_llm.run.end.result import MORE_STEPS
 from ci_llm.run.step.callbacks import Event, TrainerState
 from ci_llm.run.step.nonfinite import Findings, recovery_metrics
 from ci_llm.run.trainer import Trainer
@@ -131,10 +130,10 @@ def describe_stop(trainer: Trainer, pace: Pace) -> str:
     return f"step {trainer.state.step} is done; saving and leaving"
 
 
-def keys_to_go_on(trainer: Trainer) -> dict[str, str | None]:
-    """The keys to change, so that a run which is over trains on; None: the key is left out."""
-    changes: dict[str, str | None] = {}
+def keys_to_go_on(trainer: Trainer) -> dict[str, str]:
+    """The keys to change, so that a run which is over trains on."""
+    changes: dict[str, str] = {}
     if trainer.is_out_of_patience:
         more = trainer.state.validation.without_better + (trainer.config.early_stopping_patience or 0)
         changes["early_stopping_patience"] = str(more)
-    return changes if trainer.state.step < trainer.total_steps else {**changes, **MORE_STEPS}
+    return changes if trainer.state.step < trainer.total_steps else changes | {"max_train_steps": "..."}
