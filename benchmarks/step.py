@@ -50,10 +50,10 @@ from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.processes import Processes
 from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.settings import LoraSettings
-from ci_llm.run.loop import apply_gradients, prepared
+from ci_llm.run.loop import apply_gradients
 from ci_llm.run.step.gradients import Sums, TrainingPasses
 from ci_llm.run.step.state import TrainState
-from ci_llm.run.trainer import Prepared, Trainer
+from ci_llm.run.trainer import Prepared, Trainer, prepared
 
 K, RANK, ALPHA = 4, 16, 32
 LEARNING_RATE, MAX_NORM = 1e-4, 1.0
@@ -77,7 +77,7 @@ class Ours:
         mixed: Any = "bf16" if base.dtype == torch.bfloat16 else "no"
         wanted = Config(learning_rate=LEARNING_RATE, max_grad_norm=MAX_NORM, mixed_precision="auto")
         self.processes = Processes(wanted)
-        self.config, _ = self.processes.settle_precision(wanted, before=Config(mixed_precision=mixed))
+        self.config, _ = self.processes.settle_precision(wanted.model_copy(update={"mixed_precision": mixed}))
         self.state = TrainState.of_agents(agents)
         self.crowd = Crowd(base, LoraSettings(num_agents=agents, rank=RANK, alpha=ALPHA, layers=layers), "random")
         self.crowd.choose_route()

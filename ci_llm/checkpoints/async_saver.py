@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -213,17 +212,9 @@ class SaveTask:
 
 
 class AsyncSaver:
-    """Saves in a thread, one at a time.
+    """Saves in a thread, one at a time. What no watched optimizer owns is copied before `begin` returns."""
 
-    Args:
-        optimizers: those that change the state; without any, a state is copied before `begin` returns.
-
-    Attributes:
-        stall_s: seconds that the training waited for the last save: for its start, and for its copy.
-    """
-
-    def __init__(self, optimizers: Iterable[Any] = ()) -> None:
-        self.stall_s = 0.0
+    def __init__(self) -> None:
         self._arena = Arena()
         self._pool = _one_thread()
         self._job: Future[None] | None = None
@@ -231,8 +222,6 @@ class AsyncSaver:
         self._copied.set()
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hooks: list[Any] = []
-        for optimizer in optimizers:
-            self.watch(optimizer)
 
     def watch(self, optimizer: Any) -> None:
         """Let the thread copy what `optimizer` owns: its next step waits until that is copied."""
@@ -247,17 +236,15 @@ class AsyncSaver:
         job = self._job
         return job is not None and not job.done()
 
-    def begin(self, task: SaveTask, done: Callable[[SaveResult], object], *, waited_s: float = 0.0) -> None:
+    def begin(self, task: SaveTask, done: Callable[[SaveResult], object]) -> None:
         """Take the state as it is now, and leave the rest to the thread. Waits for the save before, and raises for it.
 
         Args:
             done: called in the thread with the result.
-            waited_s: seconds that the training has waited for this save already.
 
         Raises:
             CheckpointError: there is no memory for the copy.
         """
-        began = time.perf_counter()
         try:
             # The arena has room for one copy, and the one before lies in it until it is written.
             self.wait()
@@ -271,14 +258,10 @@ class AsyncSaver:
             raise
         # Only now: had `submit` failed, the next step of an optimizer would wait for an event that nobody sets.
         self._copied = copied
-        self.stall_s = waited_s + time.perf_counter() - began
 
     def wait_until_copied(self) -> None:
         """Return when the state of the save in flight may be changed."""
-        if not self._copied.is_set():
-            began = time.perf_counter()
-            self._copied.wait()
-            self.stall_s += time.perf_counter() - began
+        self._copied.wait()
 
     def wait(self) -> None:
         """Return when nothing is in flight. Raises the error of that save, once.

@@ -88,7 +88,7 @@ def write_files_as(
 
 LeafPath: TypeAlias = "tuple[str, ...]"
 
-NOT_STATE: tuple[LeafPath, ...] = (("trackers",), (MANIFEST, "surroundings"), (MANIFEST, "endurance"))
+NOT_STATE: tuple[LeafPath, ...] = (("trackers",), (MANIFEST, "surroundings"))
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class Difference:
         where: the key of the state, then the names on the way to the tensor or value.
         what: in words.
         counts: whether it makes the checkpoints different; False for what is not part of the state.
-        largest: of a tensor of real or complex numbers with the same shape and dtype on both sides, the largest
-            difference of two elements.
+        largest: of a tensor of real numbers with the same shape and dtype on both sides, the largest difference of two
+            elements.
     """
 
     where: str
@@ -128,8 +128,8 @@ def compare(one: Checkpoint, other: Checkpoint) -> Comparison:
 
     The state decides: adapters, moments, generators, position, plain values, the fingerprints of base and data. Some
     things differ between two runs with the same bits and are listed separately: files kept verbatim (`config.yaml`
-    holds the name of the output folder), run ids of trackers, the machine and its library versions, the failures from
-    which the interval of saves follows. Time and attempt are ignored.
+    holds the name of the output folder), run ids of trackers, the machine and its library versions. Time and attempt
+    are ignored.
     """
     ours, theirs = _leaves_of(one), _leaves_of(other)
     paths = sorted({**ours, **theirs})
@@ -185,20 +185,11 @@ def _compare_tensors(where: str, one: Tensor, other: Tensor) -> Difference | Non
         return None
     rows = (one.reshape(-1, 1).contiguous().view(torch.uint8), other.reshape(-1, 1).contiguous().view(torch.uint8))
     changed = int((rows[0] != rows[1]).any(1).sum())
-    if not (one.is_floating_point() or one.is_complex()):
-        return Difference(where, f"{changed} of {one.numel()} elements, by at most {_largest_gap(one, other)}")
-    gaps = (one.to(torch.complex128) - other.to(torch.complex128)).abs() if one.is_complex() else _gaps(one, other)
-    largest = float(gaps.max())
+    if not one.is_floating_point():  # Python's integers are exact: a float64 does not tell 2^60 from 2^60 + 1
+        gap = max(abs(a - b) for a, b in zip(one.flatten().tolist(), other.flatten().tolist(), strict=True))
+        return Difference(where, f"{changed} of {one.numel()} elements, by at most {gap}")
+    largest = float(_gaps(one, other).max())
     return Difference(where, f"{changed} of {one.numel()} elements, by at most {largest:.3g}", largest=largest)
-
-
-def _largest_gap(one: Tensor, other: Tensor) -> int:
-    """The largest absolute difference of integers or booleans, exact: a float64 does not tell 2^60 from 2^60 + 1."""
-    wide = np.int64 if one.dtype.is_signed else np.uint64
-    first, second = (tensor.reshape(-1).numpy().astype(wide) for tensor in (one, other))
-    # Modulo 2^64, which no difference reaches.
-    gaps = np.maximum(first, second).view(np.uint64) - np.minimum(first, second).view(np.uint64)
-    return int(gaps.max())
 
 
 def _gaps(one: Tensor, other: Tensor) -> Tensor:

@@ -1,17 +1,49 @@
-"""One question: is this step to be saved? Every process has an opinion, and all of them act on the same answer.
+"""When a checkpoint is due: the policy of a loop, and the votes of its processes, which all act on the same answer.
 
-A loop asks about every step, so the votes on a step are one small all-reduce, counted once. `save` and
-`reached_preemption` act on the same votes: a loop never stops unsaved.
+The policy is a pure function of step and time: the clock is passed in. The training loop also saves at the end, when it
+is asked to stop, and after the best evaluation. A loop asks about every step, so the votes on a step are one small
+all-reduce, counted once. `save` and `reached_preemption` act on the same votes: a loop never stops unsaved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ci_llm.checkpoints.policy import SavePolicy
 from ci_llm.distributed.side_channel import ProcessGroup, run_collectively
+from ci_llm.errors import CheckpointError
 from ci_llm.interrupts import Interrupts
+
+
+@dataclass(frozen=True)
+class SavePolicy:
+    """The rule by which saves are due.
+
+    Args:
+        every_steps: at each multiple of it; None never.
+        every_seconds: when so much time has passed since the last save was tried; None never.
+    """
+
+    every_steps: int | None = 1
+    every_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.every_steps is not None and self.every_steps < 1:
+            raise CheckpointError("save at multiples of 1 or more", where="save_interval_steps")
+
+    def due(self, step: int, *, newest: int | None, elapsed_s: float) -> bool:
+        """True if `step` is to be saved.
+
+        Args:
+            newest: newest committed step; only later steps are saved.
+            elapsed_s: seconds since the last save was tried.
+        """
+        if newest is not None and step <= newest:
+            return False
+        by_steps = self.every_steps is not None and step % self.every_steps == 0
+        by_time = self.every_seconds is not None and elapsed_s >= self.every_seconds
+        return by_steps or by_time
 
 
 class Votes(NamedTuple):
@@ -86,5 +118,5 @@ class Due:
         self._tried_at = self._clock()
 
     def forget(self) -> None:
-        """The folder has changed: ask again."""
+        """Ask again about the same step: the folder has changed, or time has passed. On every process."""
         self._counted = None

@@ -6,7 +6,7 @@ Inside a window weights and moments alone do not continue the training, because 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any, Final, TypeAlias
 
@@ -46,11 +46,10 @@ class Gradients:
     them are saved.
 
     Args:
-        optimizers: those of the loop that are not in its state.
         accelerator: its count of micro-steps decides where a window ends, so it is saved and restored as well.
     """
 
-    def __init__(self, processes: ProcessGroup, optimizers: Iterable[Any] = (), accelerator: Any = None) -> None:
+    def __init__(self, processes: ProcessGroup, accelerator: Any = None) -> None:
         self._processes, self._accelerator = processes, accelerator
         self._own: list[Optimizer] = []
         #: For each parameter its gradient after the last step, and the version of that tensor; a gradient of the same
@@ -58,8 +57,6 @@ class Gradients:
         self._after_step: weakref.WeakKeyDictionary[Optimizer, list[_Mark | None]] = weakref.WeakKeyDictionary()
         _follow_steps()
         _FOLLOWING.add(self)
-        for optimizer in optimizers:
-            self.watch(optimizer)
 
     def watch(self, optimizer: Any) -> None:
         """Add an optimizer that need not be in the state. The gradients that it has now count as left over."""

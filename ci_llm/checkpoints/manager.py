@@ -22,13 +22,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from ci_llm.checkpoints.checkpoint import Checkpoint, decode
-from ci_llm.checkpoints.due import Due
-from ci_llm.checkpoints.gradients import KEY, Gradients
+from ci_llm.checkpoints.due import Due, SavePolicy
+from ci_llm.checkpoints.gradients import KEY
 from ci_llm.checkpoints.manifest import Manifest, read_manifest
-from ci_llm.checkpoints.policy import METRICS, BestInterval, RetentionPolicy, SavePolicy
 from ci_llm.checkpoints.restoring import give_own_parts, load_into
 from ci_llm.checkpoints.saver import EachProcess, Saver
 from ci_llm.checkpoints.state_files import State
@@ -50,9 +49,8 @@ class CheckpointManager:
     Args:
         directory: the folder of the run.
         save_interval_steps: `save` saves at each multiple of it; None for no saves by steps.
-        save_interval_seconds: and when so much time has passed since the last; None for no saves by time; "auto":
-            the interval that loses the least time, by what saves cost here and how often the run failed (policy.py).
-        max_to_keep: numbered checkpoints to keep; None keeps all. A `Retention` also keeps the best, or each n-th step.
+        save_interval_seconds: and when so much time has passed since the last; None for no saves by time.
+        max_to_keep: the number of newest checkpoints to keep, beside those that `save` is told to keep; None keeps all.
         async_save: copy the state, return, and write it in a thread. One save is in flight at a time. A save in flight
             at the end of the process is finished. False: `save` returns when the checkpoint is durable.
         optimizers: the optimizers of the loop. With `async_save` what they own is copied in the thread as well, and
@@ -83,7 +81,6 @@ class CheckpointManager:
     """
 
     EachProcess: ClassVar = EachProcess  # for what every process has of its own, in a state
-    Retention: ClassVar = RetentionPolicy  # for `max_to_keep`
     clock: Callable[[], float] = staticmethod(time.monotonic)
 
     def __init__(
@@ -91,8 +88,8 @@ class CheckpointManager:
         directory: Path | str,
         *,
         save_interval_steps: int | None = 1,
-        save_interval_seconds: float | Literal["auto"] | None = None,
-        max_to_keep: int | RetentionPolicy | None = None,
+        save_interval_seconds: float | None = None,
+        max_to_keep: int | None = None,
         async_save: bool = True,
         accelerator: Any = None,
         optimizers: Iterable[Any] = (),
@@ -100,27 +97,18 @@ class CheckpointManager:
         processes: ProcessGroup | None = None,
         interrupts: Interrupts | None = None,
     ) -> None:
-        seconds = BestInterval(self.clock) if save_interval_seconds == "auto" else save_interval_seconds
-        self._retention = max_to_keep if isinstance(max_to_keep, RetentionPolicy) else RetentionPolicy(max_to_keep)
         self._interrupts, self._own_interrupts = interrupts or Interrupts(), interrupts is None
         self._processes = processes or TorchProcessGroup(getattr(accelerator, "device", None))
         shield_workers(*getattr(accelerator, "_dataloaders", ()))
         self.store = CheckpointStore(
             Path(directory).absolute(),  # the loop may change the working folder, also while a save is in flight
-            save_total_limit=self._retention.newest,
+            save_total_limit=max_to_keep,
         )
-        self.directory, optimizers = self.store.directory, list(optimizers)
-        self.saver = Saver(
-            self.store,
-            self._processes,
-            Gradients(self._processes, optimizers, accelerator),
-            self._retention,
-            checkpoint_backend,
-            asynchronous=async_save,
-            optimizers=optimizers,
-            interval=seconds if isinstance(seconds, BestInterval) else None,
-        )
-        policy = SavePolicy(save_interval_steps, seconds)
+        self.directory = self.store.directory
+        self.saver = Saver(self.store, self._processes, checkpoint_backend, accelerator, asynchronous=async_save)
+        for optimizer in optimizers:
+            self.saver.watch(optimizer)
+        policy = SavePolicy(save_interval_steps, save_interval_seconds)
         self.due = Due(policy, self._interrupts, self._processes, self.saver.newest, self.clock)
 
     # Saving
@@ -134,7 +122,6 @@ class CheckpointManager:
         step: int,
         state: State,
         *,
-        metrics: Mapping[str, Any] | None = None,
         force: bool = False,
         info: Mapping[str, object] | None = None,
         keep: Collection[int] = (),
@@ -149,9 +136,8 @@ class CheckpointManager:
                 objects with `state_dict`, bytes for files to be kept verbatim, and `EachProcess` for what every
                 process has of its own. Between two steps of an optimizer in it (or of the `optimizers`) the gradients
                 that wait are saved as well (gradients.py).
-            metrics: plain values by name, for `best_fn`; they are in the manifest.
             force: save whatever the policy says; the same on every process. It costs no vote.
-            info: plain values for the manifest: epoch, position, fingerprints.
+            info: plain values for the manifest: epoch, position, metrics.
             keep: steps that are not pruned, beside the `max_to_keep` newest: the best one, for instance.
 
         Raises:
@@ -162,8 +148,7 @@ class CheckpointManager:
         """
         self.saver.require_open()
         self.store.let_go()
-        whole_info = {**(info or {}), **({} if metrics is None else {METRICS: metrics})}
-        if (force or self.due.is_due(step)) and self.saver.save(step, state, whole_info, keep, self.due):
+        if (force or self.due.is_due(step)) and self.saver.save(step, state, info or {}, keep, self.due):
             return True
         if not self.due.agreed(step).newer:
             self.saver.say_if_saved(step)
@@ -195,15 +180,6 @@ class CheckpointManager:
         """Return when nothing is in flight, on any process. Raises the error of a save in its thread."""
         self.saver.behind.wait()
 
-    def is_saving_in_progress(self) -> bool:
-        """True if a save is in flight."""
-        return self.saver.behind.busy
-
-    def check_for_errors(self) -> None:
-        """Raise the error of a save that has ended in its thread; waits for nothing."""
-        if not self.is_saving_in_progress():
-            self.wait_until_finished()
-
     def close(self) -> None:
         """Finish what is in flight; release the lease and restore the signal handlers. Then it only reads."""
         self.saver.closed = True
@@ -226,7 +202,7 @@ class CheckpointManager:
     def latest_step(self, *, at_most: int | None = None) -> int | None:
         """The newest step that verifies, read byte by byte; a damaged one is named and quarantined.
 
-        Its bytes stay in memory until the next `restore`, `save`, `reload` or `close`: `restore` does not read again.
+        Its bytes stay in memory until the next `restore`, `save`, `delete` or `close`: `restore` does not read again.
 
         Args:
             at_most: for going back before this step: supersede what is newer then. None for the newest of all.
@@ -285,22 +261,13 @@ class CheckpointManager:
         self.wait_until_finished()
         return self.store.all_steps()
 
-    def best_step(self) -> int | None:
-        """The step that `best_fn` puts first; the newest one without it."""
-        return self._retention.best_of(self.directory, self.all_steps())
-
     def metadata(self, step: int) -> Manifest:
-        """The manifest of a step: time, attempt, `info` and `metrics`, files and their sizes; no other byte is read.
+        """The manifest of a step: time, attempt, `info`, files and their sizes; no other byte is read.
 
         Raises: DamagedCheckpoint, CheckpointError.
         """
         self.wait_until_finished()
         return read_manifest(self.store.path(step))
-
-    def metrics(self, step: int) -> Mapping[str, Any] | None:
-        """The `metrics` that `step` was saved with. Raises as `metadata`."""
-        found = self.metadata(step).info.get(METRICS)
-        return found if isinstance(found, Mapping) else None
 
     def verify(self, step: int) -> Manifest:
         """Read every byte of a step and return its manifest. Raises DamagedCheckpoint, CheckpointError."""
@@ -309,12 +276,6 @@ class CheckpointManager:
 
     # Changing
 
-    def reload(self) -> None:
-        """Look at the folder again at the next call, because somebody else has changed it. On every process."""
-        self.wait_until_finished()
-        self.store.forget()
-        self.due.forget()
-
     def delete(self, step: int) -> None:
         """Remove a committed step. On every process; process 0 does it.
 
@@ -322,6 +283,8 @@ class CheckpointManager:
             CheckpointError: there is no such step.
         """
         self.saver.require_open()
-        self.reload()
+        self.wait_until_finished()
+        self.store.forget()
+        self.due.forget()
         if self._processes.process_index == 0:
             self.store.delete(step)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ from ci_llm.checkpoints.backends import SaveRequest, open_backend
 from ci_llm.checkpoints.due import Due, Votes
 from ci_llm.checkpoints.gradients import KEY, Gradients
 from ci_llm.checkpoints.manifest import copy_info
-from ci_llm.checkpoints.policy import FAILURES, METRICS, BestInterval, RetentionPolicy
 from ci_llm.checkpoints.state_files import State, StateEntry, from_bytes, hand_off, snapshot_of, take_snapshot, to_bytes
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, CheckpointStore, SaveResult
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, is_true_anywhere
@@ -92,10 +90,8 @@ class Saver:
 
     Args:
         backend: the name of a module of `backends/`.
+        accelerator: see `Gradients`.
         asynchronous: saves run in a thread.
-        optimizers: those that change the state; see `AsyncSaver`.
-        retention: says which older steps stay.
-        interval: measures how long saves take, and knows the failures of the run; None where no interval follows.
 
     Attributes:
         gradients: those of the loop, which a save inside an accumulation window holds.
@@ -106,23 +102,14 @@ class Saver:
     """
 
     def __init__(
-        self,
-        store: CheckpointStore,
-        processes: ProcessGroup,
-        gradients: Gradients,
-        retention: RetentionPolicy,
-        backend: str,
-        *,
-        asynchronous: bool,
-        optimizers: Iterable[Any],
-        interval: BestInterval | None,
+        self, store: CheckpointStore, processes: ProcessGroup, backend: str, accelerator: Any, *, asynchronous: bool
     ) -> None:
-        self._store, self._processes, self._retention, self._interval = store, processes, retention, interval
+        self._store, self._processes = store, processes
         self._backend, self._asynchronous = open_backend(backend, processes), asynchronous
         self._channel: SideChannel | None = None
         self._begun: int | None = None
-        self.gradients = gradients
-        self.behind = AsyncSaver(optimizers if asynchronous else ())
+        self.gradients = Gradients(processes, accelerator)
+        self.behind = AsyncSaver()
         weakref.finalize(self, finish_at_exit, self.behind, os.getpid())
         self.closed = False
         self.last_result: SaveResult | None = None
@@ -148,7 +135,7 @@ class Saver:
         return self._channel
 
     def watch(self, optimizer: Any) -> None:
-        """Add an optimizer of the loop that was made later than the saver."""
+        """Add an optimizer that changes the state; see `AsyncSaver` and `Gradients`."""
         self.gradients.watch(optimizer)
         if self._asynchronous:
             self.behind.watch(optimizer)
@@ -170,19 +157,17 @@ class Saver:
 
     def save(self, step: int, state: State, info: Mapping[str, object], keep: Collection[int], due: Due) -> bool:
         """Save `state` as `step` if it is newer than the newest; see `CheckpointManager.save`. A collective."""
-        began = time.perf_counter()
-        contributions, entries, spared = self._exchange(step, state, info, due)
+        contributions, entries, own_info = self._exchange(step, state, info, due)
         votes = Votes(*map(sum, zip(*(each.votes for each in contributions), strict=True)))
         if not due.begins(step, votes):
             return False
         self._complete(entries, state, contributions)
-        whole_info = copy_info({**info, **self._failures(left=votes.stop > 0)})
-        task = self._backend.prepare(SaveRequest(self._store, step, entries, whole_info, spared.union(keep)))
+        task = self._backend.prepare(SaveRequest(self._store, step, entries, own_info, frozenset(keep)))
         self._begun = step
         if not self._asynchronous:
             return self._save_now(task)
         if task is not None:
-            self.behind.begin(task, self._note, waited_s=time.perf_counter() - began)
+            self.behind.begin(task, self._note)
         return True
 
     def say_if_saved(self, step: int) -> None:
@@ -198,8 +183,8 @@ class Saver:
         self.require_open()
         self.behind.wait()
         self._store.acquire_lease(SURVIVOR_TIMEOUT_S)
-        snapshot, whole_info = take_snapshot(state), {**copy_info(info), **self._failures(left=True)}
-        return self._note(self._store.save(step, snapshot.files, forms=snapshot.forms, info=whole_info, keep=keep))
+        snapshot = take_snapshot(state)
+        return self._note(self._store.save(step, snapshot.files, forms=snapshot.forms, info=info, keep=keep))
 
     def finish(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> bool:
         """Make `final_checkpoint` of a committed step, the newest by default, and `extra` files. A collective."""
@@ -207,7 +192,7 @@ class Saver:
 
         def work() -> bool:
             self.behind.wait()
-            return self._is_main_process and self._note(self._store.finish(extra, step=step), is_measured=False)
+            return self._is_main_process and self._note(self._store.finish(extra, step=step))
 
         return is_true_anywhere(self._processes, work)
 
@@ -218,13 +203,13 @@ class Saver:
 
     def _exchange(
         self, step: int, state: Any, info: Mapping[str, object], due: Due
-    ) -> tuple[list[Contribution], list[StateEntry], set[int]]:
+    ) -> tuple[list[Contribution], list[StateEntry], dict[str, Any]]:
         """Get ready to save, then tell the other processes: what has failed on one alone becomes an error of all.
 
         Returns:
-            the contributions of all processes, by index; what this one writes; on process 0 older steps that stay.
+            the contributions of all processes, by index; what this one writes; its own copy of the info.
         """
-        entries, spared = list[StateEntry](), set[int]()
+        entries, own_info = list[StateEntry](), dict[str, Any]()
 
         def contribute() -> bytes:
             votes, own = due.vote(step), own_parts(state)
@@ -234,13 +219,10 @@ class Saver:
                     logger.warning(warning, step)
                 self.behind.wait()
                 entries.extend(hand_off({**state, **own} if own else state))
-                metrics = copy_info(info).get(METRICS)  # a copy: the loop may change its own
-                if self._is_main_process:
-                    self._load_failures()
-                    spared.update(self._retention.spared(self._store.directory, step, metrics))
+                own_info.update(copy_info(info))  # the loop may change it
             return Contribution(votes, self.gradients.are_waiting(state), own).pack()
 
-        return Contribution.unpack_all(self.connect().exchange_result_of(contribute)), entries, spared
+        return Contribution.unpack_all(self.connect().exchange_result_of(contribute)), entries, own_info
 
     def _complete(self, entries: list[StateEntry], state: Any, contributions: Sequence[Contribution]) -> None:
         """Put what all processes have of their own in the place of what one of them has; gradients come first."""
@@ -262,21 +244,7 @@ class Saver:
         # Only process 0 knows whether the disk took the checkpoint: telling the others costs one collective more.
         return is_true_anywhere(self._processes, work)
 
-    def _load_failures(self) -> None:
-        """Look up the failures before this attempt, where the interval follows from them."""
-        if self._interval is not None:
-            self._interval.load_past(self._store.directory, self.newest(), self._store.acquire_lease())
-
-    def _failures(self, *, left: bool) -> dict[str, Any]:
-        """The entry of the manifest about the failures of the run, for the attempts after this one."""
-        if self._interval is None or not self._is_main_process:
-            return {}
-        self._load_failures()
-        return {FAILURES: asdict(self._interval.history(left=left))}
-
-    def _note(self, result: SaveResult, *, is_measured: bool = True) -> bool:
-        if is_measured and result.saved and self._interval is not None and self._is_main_process:
-            self._interval.measured(self.behind.stall_s if self._asynchronous else result.seconds, result.seconds)
+    def _note(self, result: SaveResult) -> bool:
         self.last_result = result
         if result.note and self._is_main_process:
             logger.log(logging.WARNING if result.saved or result.cause else logging.INFO, result.note)

@@ -187,7 +187,6 @@ class SaveResult:
         note: what people should know: why it was dropped, what could not be pruned. Empty if all is well.
         nbytes: bytes of its files.
         seconds: from the first byte until it was read back and old ones were pruned.
-        pruned: steps removed.
         cause: the error that dropped it.
     """
 
@@ -196,7 +195,6 @@ class SaveResult:
     note: str = ""
     nbytes: int = 0
     seconds: float = 0.0
-    pruned: tuple[int, ...] = ()
     cause: Exception | None = None
 
 
@@ -423,8 +421,8 @@ class CheckpointStore:
             return _not_saved(target, step, cause, began)
         if self._newest_known is not None:
             self._newest_known = (max(step, self._newest_known[0] or 0),)
-        pruned, note = self._prune(step, keep)
-        return SaveResult(step, True, note, manifest.nbytes, time.monotonic() - began, pruned)
+        note = self._prune(step, keep)
+        return SaveResult(step, True, note, manifest.nbytes, time.monotonic() - began)
 
     def write_part(self, draft: Path, files: Mapping[str, FileImage], records: Mapping[str, FileRecord]) -> None:
         """Write files of a checkpoint that another process commits, and read them back from the device.
@@ -536,22 +534,20 @@ class CheckpointStore:
 
     # Removing
 
-    def _prune(self, saved: int, keep: Collection[int]) -> tuple[tuple[int, ...], str]:
-        """Remove the oldest beyond the limit; returns the steps removed, and why it stopped if it failed.
+    def _prune(self, saved: int, keep: Collection[int]) -> str:
+        """Remove the oldest beyond the limit; returns why it stopped if it failed.
 
         The step just saved was read back and stays, whatever lies there with a higher number.
         """
         older = [step for step in layout.numbered_steps(self.directory) if step < saved]
         excess = older[: max(len(older) + 1 - self._limit, 0)] if self._limit else []
-        pruned: list[int] = []
         for step in (step for step in excess if step not in keep):
             try:
                 self._remove(step_folder(self.directory, step))
             except OSError as error:
                 self._held()
-                return tuple(pruned), f"step {step} could not be pruned: {error}"
-            pruned.append(step)
-        return tuple(pruned), ""
+                return f"step {step} could not be pruned: {error}"
+        return ""
 
     def _remove(self, folder: Path) -> None:
         draft = draft_in(self._held().work)

@@ -6,7 +6,6 @@ from ci_llm.config.config import describe_keys as describe_keys
 from ci_llm.config.config import groups as groups
 from ci_llm.config.load import Reading as Reading
 from ci_llm.config.load import arguments_without as arguments_without
-from ci_llm.config.load import as_python as as_python
 from ci_llm.config.load import as_typed as as_typed
 from ci_llm.config.load import default_file as default_file
 from ci_llm.config.load import load_config as load_config

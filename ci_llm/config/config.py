@@ -61,6 +61,8 @@ def _described(key: str) -> str:
 
 IN_PYTHON: Final = "Config(...)"
 AS_BEGUN: Final = "as this run began"
+#: Keys of which a run that begins decides by its machine, if they say auto.
+BY_MACHINE: Final = ("mixed_precision", "model_dtype", "kernels", "pass_per_agent", "use_gradient_checkpointing")
 
 
 @dataclass(frozen=True)
@@ -139,14 +141,15 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
     def settled_as(self, before: Config | None) -> Config:
         """This configuration, in which keys that say auto have the values with which the run began, in `before`.
 
-        What is still open here, the rows themselves decide.
+        `max_seq_length` stays open where the rows decide it: they are found again as they were tokenised before.
         """
         if before is None:
             return self
         decided = [key for key in self._reasons if key != "max_seq_length" or not self.is_open(key)]
-        kept = {key: getattr(before, key) for key in decided}
-        found = self.model_copy(update=kept)
-        super(Config, found).__setattr__("_reasons", dict.fromkeys(filter(self._reasons.get, self._reasons), AS_BEGUN))
+        by_machine = [key for key in BY_MACHINE if self.is_open(key) and not before.is_open(key)]
+        kept = {key: getattr(before, key) for key in (*decided, *by_machine, "chat_date")}
+        found, told = self.model_copy(update=kept), (*filter(self._reasons.get, self._reasons), *by_machine)
+        super(Config, found).__setattr__("_reasons", dict.fromkeys(told, AS_BEGUN))
         return found
 
     def of_trials(self, steps: int, changes: Mapping[str, Any]) -> Config:

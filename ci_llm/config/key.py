@@ -114,10 +114,8 @@ class Traits(TypedDict, total=False):
         rivals: other ways to the same thing, of which one source may name one.
         no_sweep: why a sweep cannot take the key, and what to do instead.
         evaluable: `ci-llm evaluate` may change it.
-        names_run: it makes another experiment of a new run, although a resumed run may change it.
         recorded: its effect is recorded with the environment of a checkpoint, and compared there.
         place: it says where a run lies, not what it is.
-        one_data_set: it says something about the rows of one data set, and nothing about another's.
     """
 
     own: int
@@ -128,10 +126,8 @@ class Traits(TypedDict, total=False):
     rivals: tuple[str, ...]
     no_sweep: tuple[str, str]
     evaluable: bool
-    names_run: bool
     recorded: bool
     place: bool
-    one_data_set: bool
 
 
 def _key(default: Any, doc: str, kind: ChangeKind, keeps_bits: bool, traits: Traits) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -229,12 +228,6 @@ def as_typed(value: object) -> str:
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
     return str(value)
-
-
-def as_python(typed: str) -> str:
-    """The literal of Python for a value typed on a command line."""
-    literal = {"true": "True", "false": "False", "null": "None"}.get(typed)
-    return literal or (typed if re.fullmatch(r"[-+\d.e]+", typed) else repr(typed))
 
 
 def _launcher_entries(launcher: Mapping[str, str]) -> list[parsing.Entry]:

@@ -73,10 +73,7 @@ class CheckpointKeys(Keys):
     """Checkpoints"""
 
     save_steps: Count | None = free(100, "save every n optimizer steps; null: off")
-    save_interval_seconds: Seconds | Literal["auto"] | None = free(
-        300.0,
-        "save every n seconds; auto: at the interval that costs least, by measured saves and interruptions; null: off",
-    )
+    save_interval_seconds: Seconds | None = free(300.0, "save every n seconds; null: off")
     save_total_limit: Count | None = free(3, "newest checkpoints that are kept; null: all")
     resume_from_checkpoint: PathText | None = free(
         "latest",

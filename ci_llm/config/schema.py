@@ -51,7 +51,7 @@ from ci_llm.config.run_keys import CheckpointKeys, EvaluationKeys, InterruptionK
 class BaseModelKeys(Keys):
     """The frozen base model"""
 
-    model_name: PathText = free("embedded", "base model: embedded, a hub id, a folder, or a GGUF file", names_run=True)
+    model_name: PathText = free("embedded", "base model: embedded, a hub id, a folder, or a GGUF file")
     model_dtype: Literal["fp16", "bf16", "fp32", "fp64", "auto"] | None = exact(
         None,
         "precision of the base: fp16, bf16, fp32 or fp64; null: fp32 on CPU, that of the checkpoint on CUDA;"
@@ -225,7 +225,6 @@ class DataKeys(Keys):
         "embedded, a hub id, a file, a glob, or a folder; several with commas between, or as a list",
         own=20,
         rows=True,
-        names_run=True,
     )
     dataset_subset: Text | None = exact(
         None,
@@ -233,17 +232,14 @@ class DataKeys(Keys):
         own=21,
         rows=True,
         evaluable=True,
-        one_data_set=True,
     )
-    dataset_split: Text = exact("train", "split to train on", own=22, rows=True, one_data_set=True)
+    dataset_split: Text = exact("train", "split to train on", own=22, rows=True)
     eval_split: Text | None = free(
         None,
         "split to evaluate on; null: validation or test if there is one, else a tenth of the rows",
-        names_run=True,
-        one_data_set=True,
     )
     eval_dataset_name: Sources | None = free(
-        None, "data set to evaluate on, as dataset_name; null: eval_split, or rows held out", one_data_set=True
+        None, "data set to evaluate on, as dataset_name; null: eval_split, or rows held out"
     )
     val_set_size: Amount | None = exact(
         None,
@@ -251,17 +247,14 @@ class DataKeys(Keys):
         rivals=("eval_dataset_name", "eval_split"),
     )
     prompt_column: Text | None = exact(
-        None, "column of the prompt, beside answer_column; null: found by its name", evaluable=True, one_data_set=True
+        None, "column of the prompt, beside answer_column; null: found by its name", evaluable=True
     )
     answer_column: Text | None = exact(
         None,
         "column of the answer, or of the label beside text_column; null: found by its name",
         evaluable=True,
-        one_data_set=True,
     )
-    text_column: Text | None = exact(
-        None, "column of plain text to learn; null: found by its name", evaluable=True, one_data_set=True
-    )
+    text_column: Text | None = exact(None, "column of plain text to learn; null: found by its name", evaluable=True)
     chat_template: Text | None = exact(
         None, "plain, roles, chatml, a template of the tokenizer by name, a file, or a text; null: the tokenizer's own"
     )
@@ -272,9 +265,7 @@ class DataKeys(Keys):
         common="one length bounds the rows of all agents",
         evaluable=True,
     )
-    max_train_samples: Count | None = exact(
-        None, "train on the first n rows; null: on all", own=23, rows=True, one_data_set=True
-    )
+    max_train_samples: Count | None = exact(None, "train on the first n rows; null: on all", own=23, rows=True)
     num_workers: Size = free(4, "data loading processes per training process; 0: the training process loads")
 
 
@@ -285,14 +276,12 @@ class TrainingKeys(Keys):
         3.0,
         "passes over the rows, also a fraction such as 1.5; max_train_steps wins over it",
         common="all agents take their steps together",
-        names_run=True,
     )
     max_train_steps: Count | None = schedule(
         None,
         "optimizer steps of the whole run; null: epochs decides",
         common="all agents take their steps together",
         stronger_than="epochs",
-        names_run=True,
     )
     batch_size: Count = rounding(
         4,

@@ -171,11 +171,6 @@ class Best:
     step: int
     value: float
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any] | None) -> Best | None:
-        """The inverse of `dataclasses.asdict`; None stays None."""
-        return None if values is None else cls(**values)
-
 
 @dataclass(frozen=True)
 class BestSteps:

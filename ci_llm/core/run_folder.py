@@ -263,6 +263,7 @@ def last_push(run_folder: Path) -> PushRecord | None:
 
 
 RECOVERY: Final = "recovery.json"
+_FACTOR: Final = "learning_rate_factor"  # its name in the file
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,7 @@ class Recovery:
     part of the state of the run and not of its configuration: a resume never refuses them.
 
     Attributes:
-        learning_rate_factor: multiplies the scheduled learning rate of every agent.
+        lr_factor: multiplies the scheduled learning rate of every agent; in the file it is `learning_rate_factor`.
         micro_batch_size: the most rows per process and micro-step; the effective batch stays the same.
         resume_at_most_step: the next attempt resumes from the newest checkpoint of this step or before (0: a fresh
             start); newer ones are superseded. It holds only while status.json names `after_attempt`: the attempt that
@@ -282,7 +283,7 @@ class Recovery:
         because: the reasons for people, in the order of the events.
     """
 
-    learning_rate_factor: float = 1.0
+    lr_factor: float = 1.0
     micro_batch_size: int | None = None
     resume_at_most_step: int | None = None
     after_attempt: int | None = None
@@ -303,10 +304,10 @@ def read_recovery(run_folder: Path | str) -> Recovery:
 
 
 def _parsed_recovery(path: Path) -> Recovery:
-    values = read_fields(Recovery, path)
-    recovery = Recovery(**values | {"because": tuple(values.get("because", ()))})
-    if not (0 < recovery.learning_rate_factor <= 1 and math.isfinite(recovery.learning_rate_factor)):
-        raise ValueError(f"learning_rate_factor {recovery.learning_rate_factor}")
+    values, factor = read_fields(Recovery, path), read_object(path).get(_FACTOR, 1.0)
+    recovery = Recovery(**values | {"lr_factor": factor, "because": tuple(values.get("because", ()))})
+    if not (0 < recovery.lr_factor <= 1 and math.isfinite(recovery.lr_factor)):
+        raise ValueError(f"{_FACTOR} {recovery.lr_factor}")
     for name in ("micro_batch_size", "resume_at_most_step", "after_attempt"):
         if not isinstance(getattr(recovery, name), int | None):
             raise ValueError(f"{name} {getattr(recovery, name)}")
@@ -320,6 +321,7 @@ def write_recovery(run_folder: Path | str, recovery: Recovery) -> None:
         CheckpointError: the disk refuses the file.
     """
     value = asdict(recovery) | {"because": list(recovery.because)}
+    value[_FACTOR] = value.pop("lr_factor")
     hint = "make space there; the same command resumes from the last checkpoint"
     write_known(Path(run_folder, RECOVERY), value, "the recovery state", hint)
 

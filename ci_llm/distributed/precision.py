@@ -76,14 +76,13 @@ def slow_bf16(config: Config) -> str | None:
     return f"bf16 takes about ten times as long as fp32 here (7 to 29 with AVX2), as {speed.why}: {faster} is faster"
 
 
-def chosen(config: Config, speed: Speed, before: Config | None = None) -> dict[str, str | None]:
-    """The values of the keys that say auto: those of `before` if it is given, or by the speed of the device."""
-    values: dict[str, str | None] = {}
-    for key, (faster, usual) in CHOICES.items():
-        kept = AUTO if before is None else getattr(before, key)
-        if getattr(config, key) == AUTO:
-            values[key] = kept if kept != AUTO else faster if speed.bf16_is_faster else usual
-    return values
+def chosen(config: Config, speed: Speed) -> dict[str, str]:
+    """The values of the keys that say auto, by the speed of the device."""
+    return {
+        key: faster if speed.bf16_is_faster else usual
+        for key, (faster, usual) in CHOICES.items()
+        if getattr(config, key) == AUTO
+    }
 
 
 def check_precision(config: Config) -> None:

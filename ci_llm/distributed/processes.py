@@ -198,30 +198,28 @@ class Processes:
         """The context of the forward pass, in the precision of `mixed_precision`."""
         return self.accelerator.autocast()  # type: ignore[no-any-return]
 
-    def settle_precision(self, config: Config, before: Config | None = None) -> tuple[Config, str]:
-        """Choose a precision where the configuration says auto: the same one on all processes. A collective.
+    def settle_precision(self, config: Config) -> tuple[Config, str]:
+        """Compute in the precision of the configuration; where it says auto, choose the same one on all processes.
 
-        Args:
-            before: the settings of the checkpoint that this run resumes from. It keeps its precision on any machine,
-                because the choice of another machine would be another arithmetic.
+        A collective.
 
         Returns:
             the configuration without auto, and the choice with its reason in one line; empty if none was to be made.
 
         Raises:
-            ModelError: the device does not support the precision of the checkpoint.
+            ModelError: the device does not support the precision, which may be that of another machine's checkpoint.
         """
-        if AUTO not in (config.mixed_precision, config.model_dtype):
-            return config, ""
-        speed = min(self.gather_object(precision.speed_of_bf16()), key=lambda each: each.bf16_is_faster)
-        settled = config.model_copy(update=precision.chosen(config, speed, before))
+        settled, line = config, ""
+        if AUTO in (config.mixed_precision, config.model_dtype):
+            speed = min(self.gather_object(precision.speed_of_bf16()), key=lambda each: each.bf16_is_faster)
+            settled = config.model_copy(update=precision.chosen(config, speed))
+            base = "" if settled.model_dtype == config.model_dtype else f", model_dtype={settled.model_dtype}"
+            line = f"mixed_precision={settled.mixed_precision}{base}: {speed.why}"
         precision.check_precision(settled)
         if settled.mixed_precision != self._precision:
             AcceleratorState._reset_state()  # which keeps the precision of the first Accelerator of a process
             self._precision, self._accelerator = settled.mixed_precision, None
-        why = speed.why if before is None else "auto keeps what the run began with"
-        base = "" if settled.model_dtype == config.model_dtype else f", model_dtype={settled.model_dtype}"
-        return settled, f"mixed_precision={settled.mixed_precision}{base}: {why}"
+        return settled, line
 
     def free_memory(self) -> int:
         """Bytes that are free for this process, in the memory of its device; on a CPU its part of what all share."""

@@ -96,7 +96,7 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers
         self._now.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._now.end_step()
+        self._now.mark = _mark()  # to the next step only the fetching of batches and an evaluation may draw
         if (reason := self._now.saver.told_to_stop(state.global_step)) is not None:
             self.interrupted, self._now.stopping = reason, True
             control.should_training_stop = True
@@ -104,6 +104,7 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._attempt is not None:  # Trainer can evaluate without training
             self._attempt.mark = None
+            self._attempt.saver.manager.due.forget()  # a save may have been asked for during the evaluation
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._now.mark = None
@@ -211,10 +212,6 @@ class _Attempt:
         elif (step := self._trainer.state.global_step) > (self.saver.step or 0):
             self._say_if_drawn()
             self.saver.save(step, lambda: self._contents(within_epoch=True))
-
-    def end_step(self) -> None:
-        """From here to the next step only the fetching of batches and an evaluation may draw random numbers."""
-        self.mark = _mark()
 
     def _say_if_drawn(self) -> None:
         if self.mark is not None and self.mark != _mark():

@@ -16,9 +16,9 @@ from ci_llm.crowd.objective import GrpoObjective
 from ci_llm.data.batches import MicroBatch
 from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.objectives.grpo.rewards import failed_elsewhere
-from ci_llm.run.boundary import save_before_error
 from ci_llm.run.end.attempt import Attempt
 from ci_llm.run.one_layer import record_bits
+from ci_llm.run.saving import save_before_error
 from ci_llm.run.step.gradients import Sums, num_sums
 from ci_llm.run.step.out_of_memory import in_parts
 from ci_llm.run.step.requests import is_waiting

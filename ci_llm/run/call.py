@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from ci_llm.cluster.launch import accelerate_settings, read_launch
-from ci_llm.config import Config, as_python, read_call
-from ci_llm.config.foreign import ACCEPTED
+from ci_llm.config import Config, read_call
 from ci_llm.config.load import IN_CALL, Reading
 from ci_llm.core.imports import set_library_defaults
 from ci_llm.core.remote import offline_note
-from ci_llm.errors import BadInput, CiLlmError
+from ci_llm.errors import BadInput
 from ci_llm.interrupts import STOP_SIGNALS, Interrupts, die_with_parent
 
 if TYPE_CHECKING:
@@ -29,19 +27,10 @@ if TYPE_CHECKING:
 _training = threading.Lock()
 
 
-def _unlock_in_child() -> None:
-    global _training
-    _training = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_unlock_in_child)
-
-
 @contextmanager
 def _only_run() -> Iterator[None]:
     """Refuse a second run while one trains in this process: both would change the global settings of libraries."""
-    lock = _training
-    if not lock.acquire(blocking=False):
+    if not _training.acquire(blocking=False):
         raise BadInput(
             "a run is already training in this process",
             where=IN_CALL,
@@ -50,7 +39,7 @@ def _only_run() -> Iterator[None]:
     try:
         yield
     finally:
-        lock.release()
+        _training.release()
 
 
 @_only_run()
@@ -99,19 +88,18 @@ def train(
         ('completed', 2, 2)
     """
     arguments = {"dataset": dataset, "eval_dataset": eval_dataset, "model": model}
-    with _errors_in_python_spelling([name for name, value in arguments.items() if value is not None]):
-        given, loaded = _as_keys(arguments), model is not None and not _is_name(model)
-        if loaded or tokenizer is not None:
-            set_library_defaults()
-            from ci_llm.base.load import name_of, require_usable
+    given, loaded = _as_keys(arguments), model is not None and not _is_name(model)
+    if loaded or tokenizer is not None:
+        set_library_defaults()
+        from ci_llm.base.load import name_of, require_usable
 
-            require_usable(model if loaded else None, tokenizer)
-            folder = read_call(config, keys).config.run_folder
-            given["model"] = name_of(model, folder)
-        read = read_call(config, {**keys, **given}, accelerate_settings(os.environ))
-        if loaded:
-            _require_no_loading(read.config)
-        return _run(read, (model, tokenizer) if loaded else None, callbacks, quiet=quiet)
+        require_usable(model if loaded else None, tokenizer)
+        folder = read_call(config, keys).config.run_folder
+        given["model"] = name_of(model, folder)
+    read = read_call(config, {**keys, **given}, accelerate_settings(os.environ))
+    if loaded:
+        _require_no_loading(read.config)
+    return _run(read, (model, tokenizer) if loaded else None, callbacks, quiet=quiet)
 
 
 def _run(read: Reading, loaded: tuple[Any, Any] | None, callbacks: Iterable[object], *, quiet: bool) -> Result:
@@ -161,40 +149,6 @@ def _require_no_loading(config: Config) -> None:
     if keys:
         what = f"{' and '.join(keys)} cannot be set beside a model that is loaded"
         raise BadInput(what, where="train(model=...)", hint="leave it out, or give the name of the model: model=NAME")
-
-
-_TYPED: Final = re.compile(r"(?<![\w./-])([a-z_]+)=([^\s;,`)(]*[^\s;,`)(.:])")
-
-
-@contextmanager
-def _errors_in_python_spelling(given: Collection[str]) -> Iterator[None]:
-    """Spell errors that leave the block as in Python: `overwrite_output_dir=True`, and `dataset` for `dataset_name`.
-
-    Args:
-        given: the arguments that stand for a key with a longer name.
-    """
-
-    def argument(found: re.Match[str]) -> str:
-        key, value = found.groups()
-        if key not in ACCEPTED or value.isupper() or value[0] in "\"'[{.":
-            return found[0]
-        return f"{key}={as_python(value)}"
-
-    def spoken(text: str | None) -> str | None:
-        if text is None:
-            return None
-        text = re.sub(r"^(\w+): (?=\S)", lambda found: f"{found[1]}=" if found[1] in ACCEPTED else found[0], text)
-        text = _TYPED.sub(argument, text)
-        for name in given:
-            text = re.sub(rf"(?<!\w){name}_name\b", name, text)
-        return text
-
-    try:
-        yield
-    except CiLlmError as error:
-        error.what, error.where, error.hint = spoken(error.what) or "", spoken(error.where), spoken(error.hint)
-        error.args = (error.what,)
-        raise
 
 
 @contextmanager

@@ -23,11 +23,8 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.errors import BadInput
 from ci_llm.run.end.attempt import Attempt
-from ci_llm.run.start.agent_settings import (
-    crowd_settings,
-    objective_of,
-    prepare_agents,
-)
+from ci_llm.run.one_layer import record_bits
+from ci_llm.run.start.agent_settings import crowd_settings, objective_of, prepare_agents
 from ci_llm.run.start.loading import steps_of
 from ci_llm.run.start.resume import STOPPED
 from ci_llm.run.step.requests import decide, read_waiting
@@ -37,16 +34,13 @@ from ci_llm.run.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 
-def change_crowd(trainer: Trainer, attempt: Attempt, verdict: Verdict) -> bool:
+def change_crowd(trainer: Trainer, attempt: Attempt, verdict: Verdict) -> None:
     """Make the changes of the crowd that are due after the step just taken; none after the last step.
 
-    A collective if a change was asked for.
-
-    Returns:
-        True if the crowd is another one now.
+    A collective if a change was asked for, or is due.
     """
     if trainer.is_finished:
-        return False
+        return
     if verdict.request:
         take = partial(_take_requests, trainer, attempt)
         changes = trainer.processes.on_main(lambda: take() if attempt.manager.store.holds_lease() else [])
@@ -54,13 +48,14 @@ def change_crowd(trainer: Trainer, attempt: Attempt, verdict: Verdict) -> bool:
     before = trainer.state
     state = before.after_changes()
     if state is before:
-        return False
+        return
     kept = [before.names.index(name) for name in state.names]
     attempt.manager.wait_until_copied()  # a save in flight still reads the storage that goes
     keep_agents(trainer, state, kept)
     for change in state.history.made[len(before.history.made) :]:
         logger.info(f"crowd     after step {state.step}: {change}; the crowd is {', '.join(state.names)}")
-    return True
+    trainer.prepare(trainer.prepared.loader)
+    record_bits(trainer)
 
 
 def keep_agents(trainer: Trainer, state: TrainState, kept: Sequence[int]) -> None:
@@ -109,10 +104,11 @@ def return_to(trainer: Trainer, saved: TrainState) -> None:
 
 
 def _prepare_agents(trainer: Trainer) -> None:
-    """Tell the agents that stand in the crowd now how and on what they train."""
+    """Tell the agents that stand in the crowd now how and on what they train, and its checkpoints who they are."""
     state, rows = trainer.state, trainer.checkpoint.rows
     own = [rows[number] for number in state.numbers]
     prepare_agents(trainer.crowd.agents, trainer.present_config, own, state.rows_per_step, trainer.total_steps)
+    trainer.checkpoint.describe(state.numbers)
 
 
 def _fill(

@@ -25,7 +25,6 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import monitored
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.trackers import require_installed
-from ci_llm.run.boundary import call_event, contents_of, describe_stop, keys_to_go_on, outlook, position
 from ci_llm.run.crowd_changes import return_to
 from ci_llm.run.end.attempt import Attempt, end_at_once
 from ci_llm.run.end.emergency_save import EmergencySave
@@ -35,10 +34,12 @@ from ci_llm.run.end.watchdog import Stacks, Watchdog
 from ci_llm.run.evaluation import conclude, known_conclusion, note_evaluation
 from ci_llm.run.loop import steps, train
 from ci_llm.run.one_layer import choose_kernels, choose_threads, record_bits
+from ci_llm.run.reporting import call_event, describe_stop, keys_to_go_on, outlook, position
+from ci_llm.run.saving import contents_of
 from ci_llm.run.setup import build, check_folder, require_no_sweep
 from ci_llm.run.start import beginning
 from ci_llm.run.start.loading import Loaded
-from ci_llm.run.start.resume import Source, settle_precision
+from ci_llm.run.start.resume import Source
 from ci_llm.run.step.callbacks import Callbacks
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.step.step_metrics import Learning
@@ -128,9 +129,13 @@ def run_among(
         ending.callback(attempt.manager.close)
         ending.callback(_do_last_act, attempt, within)  # training.log takes its line only while the folder is leased
         with ends_if_stopped(interrupts, processes.patience, config.interrupted_exit_code):
-            trainer, start = _standing(config, processes, attempt, loaded, given)
+            start, requests = _beginning(config, processes, attempt)
+            before = start.source.config if start.source else None
+            trainer = build(config, processes, attempt, loaded, before, given)
             if loaded is not None:
                 ending.callback(trainer.crowd.detach)
+            _resume(trainer, attempt, start, requests)
+            start = replace(start, source=None)  # its tensors are in place
             ending.push(lambda _, error, __: attempt.mirror.end(result.status if result else None, error))
             ending.callback(log.finish_trackers)  # while the folder is still leased to this attempt
             find = partial(known_conclusion, config.run_folder, trainer.state.step)
@@ -192,24 +197,17 @@ def _completed(trainer: Trainer, found: Evaluation, told: str, *, alone: bool) -
     push_result(trainer.config, trainer.processes)  # which may last, and a later call pushes as well
     logger.info(told)
     if alone:
-        log_next_steps(trainer.present_config, trainer.processes.launch, found, keys_to_go_on(trainer))
+        log_next_steps(trainer.present_config, found, keys_to_go_on(trainer))
     return Result("completed", trainer.state.step, trainer.config.run_folder, found)
 
 
-def _standing(
-    config: Config, processes: Processes, attempt: Attempt, loaded: Loaded | None, given: Base | None
-) -> tuple[Trainer, beginning.Start]:
-    """The run where it begins or resumes, and how its folder has to change. A collective."""
+def _beginning(config: Config, processes: Processes, attempt: Attempt) -> tuple[beginning.Start, beginning.Requests]:
+    """Where the attempt begins, and the requests to it. A collective."""
     try:
-        start, requests = beginning.find_beginning(config, processes, attempt.manager, attempt.mirror)
+        return beginning.find_beginning(config, processes, attempt.manager, attempt.mirror)
     except ProgressLost as error:
         attempt.refused(error)
         raise
-    before = None if start.source is None else start.source.config
-    config = settle_precision(config.settled_as(before), processes, before)
-    trainer = build(config, processes, attempt, loaded, before, given)
-    _resume(trainer, attempt, start, requests)
-    return trainer, replace(start, source=None)  # its tensors are in place
 
 
 def _resume(trainer: Trainer, attempt: Attempt, start: beginning.Start, requests: beginning.Requests) -> None:
@@ -232,12 +230,11 @@ def _resume(trainer: Trainer, attempt: Attempt, start: beginning.Start, requests
         _log_line(f"kernels   {line}")
     if told := choose_threads(trainer, attempt.interrupts, recorded):
         logger.info(f"threads   {told}")
+    # Of the rows of the checkpoint; a crowd of a sweep, made of others, has no digest yet.
+    record_bits(trainer, recorded.get("layer", {}).get("lengths", ()))
     if start.source is None:
-        record_bits(trainer)
         return
-    attempt.exactness = trainer.checkpoint.restore_environment(
-        start.source, trainer.state, partial(record_bits, trainer)
-    )
+    attempt.exactness = trainer.checkpoint.restore_environment(start.source, trainer.state)
     _log_line(f"exactness: {attempt.exactness}")
     _recover_evaluation(trainer, attempt, from_log=start.is_own)
 

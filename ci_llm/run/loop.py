@@ -20,31 +20,24 @@ Legend: K agents.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from accelerate import Accelerator
-from accelerate.utils import model_has_dtensor
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from ci_llm.data.batches import MicroBatch, of_agents
 from ci_llm.data.loader import any_number_of_workers, loader_of
 from ci_llm.distributed.ballot import StepSums, Verdict
-from ci_llm.distributed.processes import peer_errors
 from ci_llm.run.agreement import agree_on_gradients
-from ci_llm.run.boundary import call_event, report, save
 from ci_llm.run.crowd_changes import change_crowd
 from ci_llm.run.end.attempt import Attempt
 from ci_llm.run.evaluation import evaluate
-from ci_llm.run.one_layer import record_bits
+from ci_llm.run.reporting import call_event, report
+from ci_llm.run.saving import save
 from ci_llm.run.step.nonfinite import findings_of
-from ci_llm.run.trainer import Prepared, Trainer
-
-logger = logging.getLogger(__name__)
+from ci_llm.run.trainer import Trainer
 
 Batches: TypeAlias = Iterator[tuple[int, list[MicroBatch]]]
 
@@ -76,9 +69,7 @@ def train(trainer: Trainer, attempt: Attempt, batches: Batches) -> str | None:
         trainer.heartbeat.tick()
         call_event(trainer, attempt, "on_step_end")
         report(trainer, attempt, verdict, findings, norms)
-        if change_crowd(trainer, attempt, verdict):
-            prepare(trainer, trainer.prepared.loader)
-            record_bits(trainer)
+        change_crowd(trainer, attempt, verdict)
         stop = verdict.stop or (trainer.evaluator.vote.reason() if attempt.callbacks.may_stop else None)
         if stop or verdict.save or trainer.state.step == trainer.total_steps:
             save(trainer, attempt)
@@ -99,7 +90,7 @@ def steps(trainer: Trainer) -> Batches:
     processes, workers = trainer.processes.num_processes, trainer.config.num_workers
     with any_number_of_workers():
         loader, sampler = loader_of(courses, span, processes, trainer.micro_batch_size, num_workers=workers)
-        prepare(trainer, loader)
+        trainer.prepare(loader)
         batches = iter(accelerator.skip_first_batches(trainer.prepared.loader, sampler.before(step)))
         batches = chain([*islice(batches, 1)] if workers else [], batches)  # starts them, before the run has threads
     trainer.prepared = replace(trainer.prepared, places=range(trainer.crowd.num_agents))
@@ -110,37 +101,6 @@ def steps(trainer: Trainer) -> Batches:
 
     # One at a time, when it is asked for: the crowd may change between two steps.
     return map(of_step, range(step, trainer.total_steps))
-
-
-def prepare(trainer: Trainer, loader: Any) -> None:
-    """Let Accelerate prepare the crowd, its optimizer and the loader. A collective."""
-    accelerator, optimizer = trainer.processes.accelerator, trainer.checkpoint.optimizer
-    trainer.prepared = prepared(trainer.prepared, accelerator, trainer.crowd, optimizer, loader)
-
-
-def prepared(
-    before: Prepared, accelerator: Accelerator, crowd: nn.Module, optimizer: Optimizer, loader: Any
-) -> Prepared:
-    """What Accelerate makes of crowd, optimizer and loader: again after each change of the crowd. A collective.
-
-    On several processes DistributedDataParallel wraps the crowd, without the frozen base, which each has loaded. Where
-    each process holds a part of the base the crowd stays as it is: its gradients are reduced in the same way.
-
-    Args:
-        before: what was prepared last, which the accelerator forgets.
-    """
-    accelerator.unwrap_model(before.model, keep_fp32_wrapper=False)
-    accelerator.free_memory()
-    tensors = *crowd.named_parameters(), *crowd.named_buffers()
-    ignored: Any = [name for name, tensor in tensors if not tensor.requires_grad]
-    crowd._ddp_params_and_buffers_to_ignore = ignored
-    with peer_errors():
-        if model_has_dtensor(crowd):  # DDP refuses a base that is spread over the processes
-            model = accelerator.prepare_model(crowd, evaluation_mode=True)
-            optimizer, loader = accelerator.prepare(optimizer, loader)
-        else:
-            model, optimizer, loader = accelerator.prepare(crowd, optimizer, loader)
-    return Prepared(model, optimizer, loader, before.places)
 
 
 def apply_gradients(trainer: Trainer, step: int, verdict: Verdict, left_out: Sequence[int]) -> Tensor:

@@ -26,6 +26,7 @@ from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.prompts import Prompter, tokenizer_files
 from ci_llm.data.sources import row_kind
 from ci_llm.data.tokens import TokenizedRows
+from ci_llm.distributed.precision import slow_bf16
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
 from ci_llm.run.end.attempt import Attempt
@@ -106,12 +107,14 @@ def build(
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
     set_determinism(config)
-    loaded = (loaded or loading.load(config, processes, before, given)).for_agents(config.num_agents)
+    config = _with_precision(config.settled_as(before), processes)
+    loaded = loaded or loading.load(config, processes, before.max_seq_length if before else None, given)
+    loaded = loaded.for_agents(config.num_agents)
     base, rows = loaded.base, loaded.rows
     config = config.model_copy(update=loaded.settled)
     for line in config.told_auto():
         logger.info(f"auto      {line}")
-    config = settle(config, rows, processes, before, given and given.model.config)
+    config = settle(config, rows, processes, given and given.model.config)
     eval_rows = EvaluationRows.of(loaded.eval_rows)  # answers alone are evaluated, whatever is learned
     crowd = build_crowd(config, base, processes)
     crowd.prompter = Prompter(base.tokenizer, loading.common_form(config, rows))
@@ -119,6 +122,16 @@ def build(
     return assemble(
         config, processes, attempt, base, crowd, loading.training_rows(config, rows), eval_rows, loaded.judged
     )
+
+
+def _with_precision(config: Config, processes: Processes) -> Config:
+    """The configuration with a precision in place of auto; logs it. A collective."""
+    config, line = processes.settle_precision(config)
+    if line:
+        logger.info(f"precision {line}")
+    if slow := slow_bf16(config):
+        logger.warning(f"precision {slow}")
+    return config
 
 
 def assemble(
@@ -148,15 +161,17 @@ def assemble(
     memory = MemoryRelief(config, base, crowd, processes.num_processes)
     objective = agent_settings.objective_of(config, crowd, processes.num_processes)
     vote = StopVote(processes, attempt.interrupts, heartbeat)
+    checkpoint = RunCheckpoint(
+        config, base, crowd, optimizer, rows, tokenizer_files(base.tokenizer), last_good, processes
+    )
+    checkpoint.describe(state.numbers)
     return Trainer(
         config=config,
         processes=processes,
         crowd=crowd,
         objective=objective,
         prepared=Prepared(crowd, optimizer),
-        checkpoint=RunCheckpoint(
-            config, base, crowd, optimizer, rows, tokenizer_files(base.tokenizer), last_good, processes
-        ),
+        checkpoint=checkpoint,
         state=state,
         total_steps=steps,
         nonfinite=NonFiniteResponse(

@@ -16,10 +16,10 @@ from ci_llm.checkpoints.checkpoint import Checkpoint, decode, write_checkpoint
 from ci_llm.checkpoints.layout import find_checkpoint, step_folder
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import Config
+from ci_llm.config.config import BY_MACHINE
 from ci_llm.config.schema import FOUND
 from ci_llm.core.durable import remove_tree
 from ci_llm.crowd.given_path import META
-from ci_llm.distributed.precision import CHOICES
 from ci_llm.errors import CheckpointError, ForeignCheckpoint
 from ci_llm.run.start.resume import Source
 from ci_llm.run.step.state import RecoveryState, TrainState, Validation
@@ -131,7 +131,7 @@ def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) ->
     first = members[0][0]
     before = Source(first).config
     by_rows = filter(config.is_open, Config.model_fields)
-    settled = (*CHOICES, *FOUND, "pass_per_agent", "use_gradient_checkpointing", "kernels", *by_rows)
+    settled = (*BY_MACHINE, *FOUND, *by_rows)
     config = config.model_copy(update={key: getattr(before, key) for key in settled})  # what auto was for them
     state = {key: value for key, value in compose(members, _PER_AGENT).items() if key not in _FROM_A_RUN}
     state |= {

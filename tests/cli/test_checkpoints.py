@@ -183,13 +183,12 @@ def test_two_runs_with_the_same_bits_do_not_differ(
 ) -> None:
     with CheckpointManager(tmp_path / "other", async_save=False) as manager:
         elsewhere = state(4, **{"config.yaml": b"output_dir: there\n", "trackers": {"wandb": "two"}})
-        history = {"failures": 3, "stall_s": 0.1}  # of an attempt that was killed, with save_interval_seconds=auto
-        manager.save(4, elsewhere, info={"position": 48, "surroundings": {"threads": 2}, "endurance": history})
+        manager.save(4, elsewhere, info={"position": 48, "surroundings": {"threads": 2}})
     assert verb("diff", run / "checkpoint_step_4", tmp_path / "other") == 0
     out = capsys.readouterr().out
     assert "bit-identical, 4 tensors" in out
     beside = out.partition("beside the state: ")[2]
-    assert {"config.yaml", "manifest.json.endurance.failures", "trackers.wandb"} <= {*beside.strip().split(", ")}
+    assert {"config.yaml", "trackers.wandb"} <= {*beside.strip().split(", ")}
     assert "manifest.json.surroundings.threads" in beside
     assert verb("diff", run, run / "checkpoint_step_4") == 0, "a run is its newest checkpoint"
 

@@ -50,12 +50,6 @@ def test_only_auto_is_chosen_by_the_hardware() -> None:
     assert chosen(Config(mixed_precision="bf16"), SLOW) == {}
 
 
-def test_a_run_keeps_the_precision_of_its_checkpoint() -> None:
-    before = Config(mixed_precision="no", model_dtype=None)
-    assert chosen(AUTO, FAST, before) == {"mixed_precision": "no", "model_dtype": None}
-    assert chosen(AUTO, SLOW, Config(mixed_precision="bf16")) == {"mixed_precision": "bf16", "model_dtype": None}
-
-
 @pytest.mark.usefixtures("cpu")
 def test_the_choice_is_the_precision_of_the_forward_pass() -> None:
     processes = Processes(AUTO)
@@ -65,15 +59,14 @@ def test_the_choice_is_the_precision_of_the_forward_pass() -> None:
         assert line == "mixed_precision=no, model_dtype=fp32: this processor has neither AMX nor AVX512-BF16"
         with processes.autocast():
             assert not torch.is_autocast_enabled("cpu")
-        config, line = processes.settle_precision(AUTO, Config(mixed_precision="bf16"))
-        assert (config.mixed_precision, config.model_dtype) == ("bf16", None)
-        assert "auto keeps what the run began with" in line
+        config, line = processes.settle_precision(AUTO.settled_as(Config(mixed_precision="bf16")))
+        assert (config.mixed_precision, config.model_dtype, line) == ("bf16", None, "")
         with processes.autocast():
             assert torch.get_autocast_dtype("cpu") == torch.bfloat16
             assert torch.is_autocast_enabled("cpu")
         assert processes.settle_precision(config) == (config, "")
         with pytest.raises(ModelError, match="fp16 needs a GPU"):
-            processes.settle_precision(AUTO, Config(mixed_precision="fp16"))
+            processes.settle_precision(AUTO.settled_as(Config(mixed_precision="fp16")))
     finally:
         processes.shutdown()
 

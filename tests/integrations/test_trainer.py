@@ -14,7 +14,7 @@ import peft
 import pytest
 import torch
 from torch.utils.data import Dataset
-from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from ci_llm import TrainerCheckpoints
 from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
@@ -196,6 +196,19 @@ def test_rows_that_draw_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         own = trainer(tmp_path, [checkpoints], rows, eval_strategy="steps", eval_steps=2)
         own.train(resume_from_checkpoint=checkpoints.resume(own))
         assert ("make it a function of the row" in caplog.text) is told
+
+
+@pytest.mark.slow
+def test_a_save_that_is_asked_for_during_an_evaluation_is_of_its_step(tmp_path: Path) -> None:
+    class Asks(TrainerCallback):  # type: ignore[misc]
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    checkpoints = TrainerCheckpoints(tmp_path / "run", save_interval_steps=None)
+    own = trainer(tmp_path, [checkpoints, Asks()], eval_strategy="steps", eval_steps=2, max_steps=4)
+    own.train(resume_from_checkpoint=checkpoints.resume(own))
+    assert numbered_steps(tmp_path / "run") == [2, 4]
 
 
 @pytest.mark.slow

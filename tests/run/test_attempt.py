@@ -34,8 +34,8 @@ def attempt_at_its_end(folder: Path, steps: list[int], began_at: int = 0, traine
     return ending
 
 
-def launch(launcher: str, command: tuple[str, ...] = (), words: tuple[str, ...] = ()) -> Launch:
-    return Launch(launcher, 1, 0, 0, 1, None, {}, launcher_command=command, arguments=words)
+def launch(launcher: str, command: tuple[str, ...] = ()) -> Launch:
+    return Launch(launcher, 1, 0, 0, 1, None, {}, launcher_command=command)
 
 
 @pytest.mark.parametrize(
@@ -115,32 +115,6 @@ def test_the_command_is_the_launchers_after_the_launcher_has_ended(monkeypatch: 
     monkeypatch.setattr("ci_llm.cluster.launch._parent_command", lambda *_: stranger)
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert attempt.command_line(launched) == " ".join(command)
-
-
-@pytest.mark.parametrize(
-    ("words", "changes", "rest"),
-    [
-        (["lr=1", "--max-steps", "5"], {"max_train_steps": "..."}, "lr=1 max_train_steps=..."),
-        (
-            ["--samples=7", "--auto_resume", "K=2"],
-            {"max_train_samples": "null"},
-            "--auto_resume K=2 max_train_samples=null",
-        ),
-        (["--auto_resume", "K=2"], {"resume_from_checkpoint": None}, "K=2"),
-        (["--continue", "K=2"], {"continue": None}, "K=2"),
-        (["--config", "a.yaml", "K=2"], {"config": "b.yaml"}, "K=2 config=b.yaml"),
-        ([], {"epochs": "3"}, "epochs=3"),
-    ],
-)
-def test_a_run_like_this_one_names_each_key_once(
-    words: list[str], changes: dict[str, str | None], rest: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shutil, "which", PATH.get)
-    command = ("/usr/bin/python", "/venv/bin/torchrun", "train.py", *words)
-    assert attempt.command_line(launch("torchrun", command, tuple(words)), changes) == f"torchrun train.py {rest}"
-    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python", "my_program.py"])  # which calls the trainer by itself
-    own = f"{attempt.shell_line([sys.executable])} -m ci_llm train" if words else "python my_program.py"
-    assert attempt.command_line(launch("python", words=tuple(words)), changes) == f"{own} {rest}"
 
 
 @pytest.mark.parametrize(

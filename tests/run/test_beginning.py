@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -12,13 +10,11 @@ import pytest
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint, write_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.config import load_config
 from ci_llm.core.run_folder import BEGINNING
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint
 from ci_llm.run.start.beginning import Start, find_start, known_beginning, prepare, read_beginning
 from tests.support.log_lines import log_lines
-from tools.testbed.disks import FailingDisk
 
 
 def state(origin: str, step: int) -> dict[str, object]:
@@ -249,25 +245,6 @@ def test_a_run_cannot_begin_from_what_it_moves_aside(run: Folder) -> None:
     inside = Folder(run.path / "other")
     inside.begin(saves=(4,))
     assert run.resumes_from("overwrite_output_dir=true", from_path(inside.path)) == "run/other/checkpoint_step_4"
-
-
-def test_a_disk_that_refuses_a_move_leaves_everything_where_it_was(run: Folder) -> None:
-    run.begin(saves=(2, 6))
-    entries = sorted(run.path.glob("checkpoint_step_*"))
-    for lives in itertools.count():
-        store = CheckpointStore(run.path)
-        store.acquire_lease()
-        store._disk = FailingDisk(lives, errno.EIO)
-        try:
-            aside = store.set_aside(entries)
-        except OSError:
-            assert sorted(run.path.glob("checkpoint_step_*")) == entries
-        else:
-            break
-        finally:
-            store.close()
-    assert lives > len(entries)
-    assert sorted(path.name for path in aside.iterdir()) == [path.name for path in entries]
 
 
 def test_a_run_that_a_dead_attempt_was_moving_aside_is_kept(run: Folder) -> None:

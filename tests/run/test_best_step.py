@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
-from ci_llm.checkpoints.manifest import FileImage
-from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.core.evaluation_file import Best
 from ci_llm.core.run_status import read_status
 from ci_llm.errors import CheckpointError
@@ -79,16 +77,6 @@ def test_a_failed_last_save_is_not_mistaken_for_a_failed_save_of_the_best_step()
     manager: Any = Failed()
     with pytest.raises(CheckpointError, match="the last step was not written"):
         result_of(config, state, manager, processes=config)
-
-
-def test_pruning_spares_the_kept_steps_beside_the_newest(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, save_total_limit=2)
-    for step in range(1, 6):
-        store.save(step, {"a.json": FileImage((b"1",))}, keep={1})
-    assert store.all_steps() == [1, 4, 5]
-    store.save(6, {"a.json": FileImage((b"1",))}, keep={5})
-    assert store.all_steps() == [5, 6]
-    store.close()
 
 
 # Whole runs

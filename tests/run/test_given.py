@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -174,20 +173,15 @@ def test_a_killed_run_of_rows_in_memory_resumes_with_the_bits_of_a_file(
 
 
 @pytest.mark.slow
-def test_a_resume_with_other_rows_or_another_model_is_refused_in_words_of_python(tmp_path: Path) -> None:
+def test_a_resume_with_other_rows_or_another_model_is_refused(tmp_path: Path) -> None:
     keys = {**SHORT, "output_dir": tmp_path / "run", "max_train_steps": 1}
     model, tokenizer = loaded()
     ci_llm.train(dataset=ROWS, model=model, tokenizer=tokenizer, **keys)
     later = {**keys, "max_train_steps": 2}
     with pytest.raises(ci_llm.CiLlmError, match="the training rows are not those of the checkpoint") as caught:
         ci_llm.train(dataset=ROWS[:-1], model=model, tokenizer=tokenizer, **later)
-    said = str(caught.value)
-    print(said)
-    assert re.search(r"experiment_name='[\w.-]+' begins a new run beside it", said)
-    assert "overwrite_output_dir=True" in said
-    assert "allow_inexact_resume=True" in said
-    assert "--" not in said
-    assert "python" not in said
+    for way in ("experiment_name=NAME begins a new run", "overwrite_output_dir=true", "allow_inexact_resume=true"):
+        assert way in str(caught.value)
     with torch.no_grad():
         model.get_input_embeddings().weight[0] += 1
     with pytest.raises(ci_llm.CiLlmError, match="weights of the base"):

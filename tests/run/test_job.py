@@ -130,14 +130,6 @@ def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -
 
 
 @pytest.mark.slow
-def test_the_second_call_says_that_it_is_complete(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
-    assert train(run) == 0
-    assert "complete at step 6" in capsys.readouterr().out
-    assert before == {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
-
-
-@pytest.mark.slow
 def test_a_push_that_was_interrupted_does_not_evaluate_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,6 +197,7 @@ def test_a_run_with_more_steps_resumes_and_says_that_it_is_longer(
     [
         (["num_agents=2"], "num_agents was 3, is 2"),
         (["learning_rate=1e-3"], "learning_rate was 0.005, is 0.001"),
+        (["learning_rate=1e-3"], "experiment_name=NAME begins a new run beside it; overwrite_output_dir=true begins"),
         (["max_train_samples=10"], "max_train_samples was 20, is 10"),
         (["resume_from_checkpoint=null"], "holds checkpoints of steps 4, 6"),
         (["resume_from_checkpoint=nowhere"], "there is no checkpoint at this path"),

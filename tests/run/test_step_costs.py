@@ -31,10 +31,10 @@ from ci_llm.data.batches import Batch
 from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
 from ci_llm.distributed.processes import Processes
 from ci_llm.lora.settings import LoraSettings
-from ci_llm.run.loop import apply_gradients, prepared
+from ci_llm.run.loop import apply_gradients
 from ci_llm.run.step.gradients import TrainingPasses
 from ci_llm.run.step.state import TrainState
-from ci_llm.run.trainer import Prepared, Trainer
+from ci_llm.run.trainer import Prepared, Trainer, prepared
 from tools.testbed.tiny import base, batch
 
 #: Forward and backward of a layer of a Llama, with adapters on its seven products and four packed rows of attention.

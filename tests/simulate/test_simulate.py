@@ -41,7 +41,6 @@ def test_a_table_has_the_best_interval_and_the_bound(capsys: pytest.CaptureFixtu
     assert main(SHORT) == 0
     said = capsys.readouterr().out
     for part in (
-        "auto (ours)",
         "every 300 s",
         "failures twice as often",
         "best: ",

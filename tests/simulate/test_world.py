@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -22,6 +23,18 @@ BARE: dict[str, Any] = {
     "state_mb": 0.001,
     "max_requeues": 10**9,
 }
+
+
+@pytest.mark.parametrize("cost_s", [0.01, 1.0, 30.0, 600.0])
+@pytest.mark.parametrize("mtbf_s", [1800.0, 86400.0])
+def test_no_other_interval_is_noticeably_better(cost_s: float, mtbf_s: float) -> None:
+    told = model.best_interval_s(cost_s, mtbf_s)
+    goodput = model.daly_goodput(told, cost_s, 0.0, mtbf_s)
+    best = max(model.daly_goodput(told * 1.02**power, cost_s, 0.0, mtbf_s) for power in range(-150, 151))
+    assert goodput >= best * 0.9995
+    if cost_s < mtbf_s / 1000:
+        assert told == pytest.approx(math.sqrt(2 * cost_s * mtbf_s), rel=0.03)  # Young's
+    assert model.best_interval_s(100.0, 50.0) == 50.0, "where a save costs more than the time between failures"
 
 
 @pytest.mark.slow
@@ -82,14 +95,14 @@ def test_a_simulated_campaign_loses_as_many_steps_as_the_real_one() -> None:
     cluster = Cluster(
         work=1212 * 0.35,
         step=0.35,
-        save_interval="auto",
         save_steps=3,
         stall=0.01,
         slowdown=0.0,
         state_mb=1.0,
         storage_mb_per_s=5.0,
         max_retries=201,
-    ).but(save_interval=1e9)
+        save_interval=1e9,
+    )
     story = simulate(cluster, plan=plan)
     assert story.completed
     assert story.attempts == 1 + sum(times for times, _, _ in MEASURED.values()) == 67

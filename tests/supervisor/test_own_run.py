@@ -263,7 +263,7 @@ def test_the_same_nan_after_a_rollback_is_not_progress(tmp_path: Path, monkeypat
         assert decision.resume_at_most_step == bad_step - 50
         run.adjust(decision, attempt)
         outcomes.append(outcome)
-        rates.append(round(1 / run._recovery.learning_rate_factor * 100) / 100)
+        rates.append(round(1 / run._recovery.lr_factor * 100) / 100)
     assert [outcome.progress for outcome in outcomes] == [True, *[False] * 4, True, False]
     assert rates == [1.5, 2.25, 3.38, 5.06, 50.62, 75.94, 113.91]
 

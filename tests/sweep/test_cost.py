@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,9 @@ from ci_llm.config.sweep import read_sweep
 from ci_llm.distributed import processes as processes_module
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
+from ci_llm.interrupts import Interrupts
+from ci_llm.lora.layer import AdaptedLinear
+from ci_llm.run import job
 from ci_llm.run.start.loading import Loaded, load
 from ci_llm.sweep import runner
 from ci_llm.sweep.trials import HalvingPlan
@@ -67,3 +71,16 @@ def test_a_plan_says_that_the_spaces_have_fewer_settings_than_trials_are_asked_f
     said = [*runner.described(HalvingPlan.of(64, 3, 2, 2, keep=0.25, metric="nll"), reading)]
     told = f"trials={wanted} asks for more trials than the spaces have settings: they have only 2"
     assert (told in said) is (wanted is not None)
+
+
+def test_a_run_that_fails_before_it_trains_leaves_a_shared_base_without_agents(
+    loaded: Loaded, processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("the resume failed")
+
+    monkeypatch.setattr(job, "_resume", broken)
+    config = READING.config.model_copy(update={"output_dir": str(tmp_path)})
+    with pytest.raises(RuntimeError, match="the resume failed"):
+        job.run_among(processes, config, Interrupts(), loaded=loaded)
+    assert not [layer for layer in loaded.base.model.modules() if isinstance(layer, AdaptedLinear)]

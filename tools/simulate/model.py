@@ -18,7 +18,6 @@ from annotated_types import Ge, Le
 from numpy.random import Generator
 from pydantic import Field, ValidationError
 
-from ci_llm.checkpoints.policy import best_interval_s
 from ci_llm.config.key import Amount, Count, DurationMark, Keys, Positive, Seconds, Share, Size
 from ci_llm.config.parsing import (
     COMMAND_LINE,
@@ -32,6 +31,23 @@ from ci_llm.config.parsing import (
 )
 from ci_llm.config.yaml_file import dump_value, read_yaml
 from ci_llm.errors import ConfigError
+
+
+def best_interval_s(cost_s: float, mtbf_s: float) -> float:
+    """Seconds of work between two saves that lose the least, by Daly's higher-order estimate.
+
+    Saving too often costs stalls; saving too seldom costs the work since the last save. With a stall d and a mean time
+    between failures M, the optimum is about sqrt(2 d M) seconds (Young, CACM 17(9), 1974), or more exactly Daly's
+    estimate (Future Generation Computer Systems 22, 2006, eq. 20 and 21).
+
+    Args:
+        cost_s: seconds for which a save stops the work.
+        mtbf_s: mean seconds between failures.
+    """
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    share = cost_s / (2 * mtbf_s)
+    return math.sqrt(2 * cost_s * mtbf_s) * (1 + math.sqrt(share) / 3 + share / 9) - cost_s
 
 
 def daly_goodput(interval_s: float, cost_s: float, restart_s: float, mtbf_s: float) -> float:
@@ -123,7 +139,7 @@ class Cluster(Keys):
     slowdown: Wait = _key(0.155, "time by which a save that is being written makes the steps longer, together")
     mirror_lag: Seconds | None = _key(None, "time until a checkpoint has reached the mirror; null: no mirror")
 
-    save_interval: Seconds | Literal["auto"] = _key("auto", "time between saves; auto as save_interval_seconds: auto")
+    save_interval: Seconds = _key(300.0, "time between saves")
     save_steps: Count | None = _key(None, "and at each multiple of so many steps")
     max_retries: Size = _key(10, "of the supervisor")
     max_requeues: Size = _key(100, "of one job")

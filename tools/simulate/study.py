@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, median, stdev
-from typing import Any, Final, Literal
+from statistics import fmean, stdev
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
-from ci_llm.checkpoints.policy import best_interval_s
 from ci_llm.core.quantities import duration
 from tools.simulate import model
 from tools.simulate.model import Cluster
@@ -33,7 +32,6 @@ class Line:
     """Some jobs that differ in their failures only.
 
     Attributes:
-        interval_s: median seconds between saves.
         goodput: mean share of the time that is work.
         spread: half the width of its 95 % interval; None of a single job.
         shares: what the rest of the time went into, as shares of it.
@@ -43,7 +41,6 @@ class Line:
     """
 
     name: str
-    interval_s: float
     goodput: float
     spread: float | None
     shares: Mapping[str, float]
@@ -93,7 +90,7 @@ def study(cluster: Cluster) -> Study:
     """Simulate the ways to save, and what would change if the cluster were another."""
     own = line(cluster, _name(cluster.save_interval))
     cost_s = model.save_cost_s(cluster)
-    centre_s = max(best_interval_s(cost_s, cluster.mtbf_s), cluster.step)
+    centre_s = max(model.best_interval_s(cost_s, cluster.mtbf_s), cluster.step)
     tried = sorted({round_s(max(centre_s * factor, cluster.step)) for factor in AROUND} | {USUAL_S})
     tried = [each for each in tried if each != cluster.save_interval]
     lines = [own, *(line(cluster.but(save_interval=each), _name(each)) for each in tried)]
@@ -110,17 +107,16 @@ def study(cluster: Cluster) -> Study:
 
 def line(cluster: Cluster, name: str) -> Line:
     """Some simulated jobs, `cluster.repeats` of them. The failures of the n-th are the same in every line."""
-    return summary([simulate(cluster, repeat) for repeat in range(cluster.repeats)], cluster, name)
+    return summary([simulate(cluster, repeat) for repeat in range(cluster.repeats)], name)
 
 
-def summary(stories: Sequence[Story], cluster: Cluster, name: str) -> Line:
+def summary(stories: Sequence[Story], name: str) -> Line:
     """Means over jobs."""
     elapsed_s = fmean(story.elapsed_s for story in stories)
     seconds = {kind: fmean(story.seconds[kind] for story in stories) for kind in SPENT}
     seconds["lost steps"] = fmean(story.lost_s for story in stories)  # type: ignore[index]
     return Line(
         name=name,
-        interval_s=median([each for story in stories for each in story.intervals] or [math.nan]),
         goodput=fmean(story.goodput for story in stories),
         spread=_spread([story.goodput for story in stories]),
         shares={kind: seconds[kind] / elapsed_s for kind in _SHARES},  # type: ignore[index]
@@ -151,8 +147,8 @@ def _others(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     yield "checkpoints ten times larger", cluster.but(state_mb=cluster.state_mb * 10)
 
 
-def _name(interval: float | Literal["auto"]) -> str:
-    return "auto (ours)" if interval == "auto" else f"every {interval:g} s"
+def _name(interval_s: float) -> str:
+    return f"every {interval_s:g} s"
 
 
 def _spread(values: Sequence[float]) -> float | None:
@@ -207,13 +203,12 @@ def conclusions(study: Study) -> Iterator[str]:
 
 def _table(title: str, lines: Sequence[Line], best: Line | None) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("", "interval", "goodput", "±", "lost", "saving", "start", "waiting", "attempts", "hours"):
+    for name in ("", "goodput", "±", "lost", "saving", "start", "waiting", "attempts", "hours"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     for line in lines:
         waiting = sum(line.shares[kind] for kind in ("unnoticed", "queue", "pause", "person"))
         table.add_row(
             line.name,
-            interval(line),
             percent(line.goodput),
             "" if line.spread is None else f"{100 * line.spread:.2f}",
             *(percent(line.shares[kind]) for kind in _SAID),
@@ -228,8 +223,3 @@ def _table(title: str, lines: Sequence[Line], best: Line | None) -> Table:
 def percent(share: float) -> str:
     """0.9912 as 99.12 %."""
     return f"{100 * share:.2f} %"
-
-
-def interval(line: Line) -> str:
-    """The time between saves."""
-    return duration(line.interval_s) if math.isfinite(line.interval_s) else "never"

@@ -1,6 +1,6 @@
 """One simulated job: the real policies decide, simpy keeps the clock, and every second is accounted for.
 
-What is real: `SavePolicy` and `BestInterval` (when to save), `seconds_until_stop` (the deadline), `decide` (the
+What is real: `SavePolicy` (when to save), `seconds_until_stop` (the deadline), `decide` (the
 supervisor), `reason_not_to_requeue` (the queue). What is simulated: steps, saves, failures, waiting.
 """
 
@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import simpy
 
-from ci_llm.checkpoints.policy import BestInterval, FailureHistory, SavePolicy
+from ci_llm.checkpoints.due import SavePolicy
 from ci_llm.cluster.deadline import seconds_until_stop
 from ci_llm.cluster.slurm import Job, JobInfo, reason_not_to_requeue
 from ci_llm.supervisor.policy import Kind as Ending
@@ -41,7 +41,6 @@ class Story:
         seconds: what these went into.
         lost: steps that were taken again, of every fault that ended an attempt, with its kind.
         endings: why a person had to call it again.
-        intervals: seconds between saves, as the policy had it at each save.
     """
 
     steps: int
@@ -53,7 +52,6 @@ class Story:
     seconds: dict[Spent, float] = field(default_factory=lambda: dict.fromkeys(SPENT, 0.0))
     lost: list[tuple[Kind, int]] = field(default_factory=list)
     endings: list[str] = field(default_factory=list)
-    intervals: list[float] = field(default_factory=list)
 
     @property
     def lost_s(self) -> float:
@@ -63,15 +61,6 @@ class Story:
     def goodput(self) -> float:
         """The share of the time that went into steps that are part of the result."""
         return self.steps * self.step_s / max(self.elapsed_s, 1e-9)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint, and the failures that its manifest hands on."""
-
-    step: int
-    history: FailureHistory
-    attempt: int
 
 
 def simulate(cluster: Cluster, repeat: int = 0, plan: Sequence[Planned] | None = None) -> Story:
@@ -105,8 +94,8 @@ class _Job:
         self.cluster, self.env = cluster, simpy.Environment()
         self.plan = sorted(plan or (), key=lambda fault: fault.step)
         self.story = Story(math.ceil(cluster.work / cluster.step), cluster.step)
-        self.disk: list[Saved] = []  # in the order of their steps; the newest two suffice
-        self.mirror: Saved | None = None
+        self.disk: list[int] = []  # the steps of its checkpoints, ascending; the newest two suffice
+        self.mirror: int | None = None
         self.step = 0
         self.running: simpy.Process | None = None  # what a failure interrupts
         self.history: list[Outcome] = []  # of the present supervisor
@@ -185,7 +174,7 @@ class _Job:
             self.disk.pop()
         if fault.disk_lost:
             self.disk = [] if self.mirror is None else [self.mirror]
-        self.step = self.disk[-1].step if self.disk else 0
+        self.step = self.disk[-1] if self.disk else 0
 
     def _run_again(self) -> Events:
         """The scheduler runs the same job again."""
@@ -216,10 +205,7 @@ class _Attempt:
     def __init__(self, job: _Job) -> None:
         self._job, self._cluster, self._env = job, job.cluster, job.env
         self.first_step, self.launched = job.step, job.env.now
-        self.number = job.story.attempts = job.story.attempts + 1
-        newest = job.disk[-1] if job.disk else None
-        past = newest.history.after(self.number - newest.attempt) if newest else FailureHistory(0.0, self.number - 1)
-        self._interval = BestInterval(lambda: job.env.now, past)
+        job.story.attempts += 1
         self._tried = job.env.now
         self._writer: simpy.Process | None = None
         self._saves_s: list[float] = []
@@ -258,7 +244,6 @@ class _Attempt:
                 return Strike("preempted")
             due = policy.due(job.step, newest=self._newest, elapsed_s=self._env.now - self._tried)
             if due or job.step == job.story.steps:
-                job.story.intervals.append(policy.every_seconds or math.nan)
                 yield from self._save()
         yield from self._wait_for_writer()
         return None
@@ -279,8 +264,7 @@ class _Attempt:
 
     @property
     def _policy(self) -> SavePolicy:
-        chosen = self._cluster.save_interval
-        seconds = self._interval.seconds if chosen == "auto" else chosen
+        seconds = self._cluster.save_interval
         return SavePolicy(self._cluster.save_steps, None if math.isinf(seconds) else seconds)
 
     def _take_steps(self, count: int) -> Events:
@@ -304,13 +288,13 @@ class _Attempt:
 
     @property
     def _newest(self) -> int | None:
-        return self._job.disk[-1].step if self._job.disk else None
+        return self._job.disk[-1] if self._job.disk else None
 
     def _save(self, *, left: bool = False) -> Events:
         """Save this step. One save is in flight at a time: the next one waits for it."""
         yield from self._wait_for_writer()
         self._tried = self._env.now
-        self._writing = Saved(self._job.step, self._interval.history(left=left), self.number)
+        self._writing = self._job.step
         self._writer = self._env.process(self._write())
         yield from self._job.spend("saving", self._cluster.stall + (0.0 if left else self._cluster.slowdown))
 
@@ -326,19 +310,17 @@ class _Attempt:
         if job.disk_is_full:
             job.disk_is_full = False
             return
-        if job.disk and job.disk[-1].step >= self._writing.step:
+        if job.disk and job.disk[-1] >= self._writing:
             return
         job.disk = [*job.disk[-1:], self._writing]
         job.story.saves += 1
         self._saves_s = [*self._saves_s[-99:], self._cluster.durable_s]
-        if self._cluster.save_interval == "auto":
-            self._interval.measured(self._cluster.stall, self._cluster.durable_s)
         if self._cluster.mirror_lag is not None:
             self._env.process(self._upload(self._writing, self._cluster.mirror_lag))
 
-    def _upload(self, saved: Saved, lag_s: float) -> Events:
+    def _upload(self, saved: int, lag_s: float) -> Events:
         yield self._env.timeout(lag_s)
-        if self._job.mirror is None or saved.step > self._job.mirror.step:
+        if self._job.mirror is None or saved > self._job.mirror:
             self._job.mirror = saved
 
     def _wait_for_writer(self) -> Events:

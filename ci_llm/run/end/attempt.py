@@ -9,7 +9,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from ci_llm.cluster.deadline import Pace
 from ci_llm.cluster.launch import SUPERVISED, Launch, shell_line
 from ci_llm.cluster.slurm import read_job, requeue
 from ci_llm.cluster.starter import exit_code_told
-from ci_llm.config import Config, arguments_without, as_python
+from ci_llm.config import Config
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.core.run_folder import (
     PEER_LOST,
@@ -264,26 +264,14 @@ def end_at_once(code: int, error: BaseException | None) -> None:
     os._exit(exit_code_told(error.exit_code if isinstance(error, CiLlmError) else code))
 
 
-def command_line(launch: Launch, changes: Mapping[str, str | None] | None = None) -> str:
-    """The command that starts this run again, by its launcher if there is one.
+def command_line(launch: Launch) -> str:
+    """The command that starts this run again, by its launcher if there is one: a line for a shell.
 
-    Args:
-        changes: for another run like it: a key with its new value, or None for a key that is left out.
-
-    Returns:
-        a line for a shell. For a run that was called from Python, a call where no shell command would do the same.
+    Of a run that was called in a notebook or at a prompt, words for a call, where no shell command would do the same.
     """
-    if launch.called_at is not None and (changes is not None or hasattr(sys, "ps1")):
-        return _call_again(changes or {})
-    command = [*(launch.launcher_command or _own_words())]
-    if changes is not None:
-        arguments = [*launch.arguments]
-        program = command[: len(command) - len(arguments)]
-        if program + arguments != command:
-            program = [sys.executable, "-m", "ci_llm", "train"]
-        given = [f"{key}={value}" for key, value in changes.items() if value is not None]
-        command = [*program, *arguments_without(launch.arguments, changes), *given]
-    return shell_line(command)
+    if launch.called_at is not None and hasattr(sys, "ps1"):
+        return "the same call of ci_llm.train"
+    return shell_line([*(launch.launcher_command or _own_words())])
 
 
 def _own_words() -> list[str]:
@@ -294,14 +282,6 @@ def _own_words() -> list[str]:
     command, *words = words
     name = Path(command).name
     return [name if shutil.which(name) == command else command, *words]
-
-
-def _call_again(changes: Mapping[str, str | None]) -> str:
-    """The call of `ci_llm.train` that is like the one before, with these keys; a `config` replaces all of its keys."""
-    given = ", ".join(f"{key}={as_python(value)}" for key, value in changes.items() if value is not None)
-    if "config" in changes:
-        return f"ci_llm.train({given})"
-    return "the same call of ci_llm.train" + (f" with {given}" if given else "")
 
 
 def reason_of(error: BaseException) -> str:

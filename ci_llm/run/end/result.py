@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ci_llm.base.load import auto_class
-from ci_llm.cluster.launch import Launch, exit_code_after_stop, has_rounds
-from ci_llm.config import Config, default_file
-from ci_llm.config.foreign import NO_EFFECT
-from ci_llm.config.schema import with_trait
+from ci_llm.cluster.launch import exit_code_after_stop, has_rounds
+from ci_llm.config import Config
 from ci_llm.core.evaluation_file import Evaluation
 from ci_llm.core.measures import measures_of
 from ci_llm.core.run_folder import PushRecord, keep_push
@@ -27,7 +25,7 @@ from ci_llm.objectives import head_size
 from ci_llm.report.facts import read_metrics
 from ci_llm.report.page import curves_command, write_report
 from ci_llm.report.scores import scores, table
-from ci_llm.run.end.attempt import Attempt, command_line, described
+from ci_llm.run.end.attempt import Attempt, described
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
@@ -173,12 +171,17 @@ def final_card(evaluation: Evaluation, crowd: Crowd, datasets: Iterable[str], st
     return crowd_card(facts)
 
 
-#: The keys that make a run longer that has taken its last step.
-MORE_STEPS: Final[Mapping[str, str | None]] = {"epochs": None, "max_train_steps": "..."}
+#: A run on the reader's own rows, as in the README.
+OWN_DATA: Final = "ci-llm train model_name=Qwen/Qwen2.5-0.5B dataset_name=my.jsonl experiment_name=mine"
 
 
-def log_next_steps(config: Config, launch: Launch, evaluation: Evaluation, to_go_on: Mapping[str, str | None]) -> None:
-    """Log what to do after a completed run, or which agents have no finite scores; see `next_steps`."""
+def log_next_steps(config: Config, evaluation: Evaluation, to_go_on: Mapping[str, str]) -> None:
+    """Log what to do after a completed run, or which agents have no finite scores.
+
+    Args:
+        config: with the agents that the run ends with.
+        to_go_on: the keys to change for this run to train on.
+    """
     each = zip(evaluation.agent_names, evaluation.nll.agents, strict=True)
     if bad := [name for name, loss in each if not math.isfinite(loss)]:
         logger.warning(
@@ -186,23 +189,11 @@ def log_next_steps(config: Config, launch: Launch, evaluation: Evaluation, to_go
             " with overwrite_output_dir=true or another experiment_name, trains them again"
         )
         return
-    for line in next_steps(config, launch, to_go_on):
-        logger.info(line)
-
-
-def next_steps(config: Config, launch: Launch, to_go_on: Mapping[str, str | None] = MORE_STEPS) -> list[str]:
-    """Lines for people: what to do after a completed run.
-
-    Args:
-        config: with the agents that the run ends with.
-        launch: gives the command for a run like this one with changed keys.
-        to_go_on: the keys to change for this run to train on; None leaves a key out.
-    """
     folder = config.run_folder
     export = ["ci-llm", "export", str(folder), "--merge", "svd", "--to", "adapter"]
     is_example = not any(Path(name).expanduser().exists() for name in config.all_dataset_names)
-    heads, own_data = head_size(config), command_line(launch, _with_own_data(config))
-    return [
+    heads = head_size(config)
+    lines = [
         f"ask        ci-llm {'score' if heads else 'chat'} {shlex.quote(str(folder))}",
         f"adapters   {folder / 'final_checkpoint'}/agent<k>, plain PEFT",
         *([f"curves     {curves_command(folder)}"] if (folder / "tensorboard").is_dir() else []),
@@ -211,32 +202,11 @@ def next_steps(config: Config, launch: Launch, to_go_on: Mapping[str, str | None
             if config.num_agents > 1 and not heads
             else []
         ),
-        f"longer     {command_line(launch, to_go_on)}   continues from here",
-        *([f"own data   {own_data}   with columns question, answer"] if is_example else []),
+        f"longer     the same command with {shlex.join(map('='.join, to_go_on.items()))}   continues from here",
+        *([f"own data   {OWN_DATA}   with columns question, answer"] if is_example else []),
     ]
-
-
-#: Keys that are about the rows of one data set, and not about those of another one.
-_ABOUT_OTHER_ROWS: Final = tuple(with_trait("one_data_set"))
-
-
-def _with_own_data(config: Config) -> dict[str, str | None]:
-    """The keys to change for a fresh run on the reader's own rows.
-
-    A larger base takes the place of the embedded one. All keys that were typed go, because its learning rate would ruin
-    a larger base.
-    """
-    changes: dict[str, str | None] = {"continue": None, "resume_from_checkpoint": None}
-    if config.model_name == "embedded":
-        preset = default_file("configs/qwen2.5_0.5b_gsm8k.yaml")
-        changes |= dict.fromkeys(["config", *Config.model_fields, *NO_EFFECT])
-        changes |= {"config": str(preset)} if preset else {"model_name": "..."}
-    else:
-        defaults = Config()
-        for key in _ABOUT_OTHER_ROWS:
-            value, default = getattr(config, key), getattr(defaults, key)
-            changes[key] = None if value == default else str(default or "null")
-    return {**changes, "dataset_name": "my.jsonl", "experiment_name": "mine"}
+    for line in lines:
+        logger.info(line)
 
 
 def write_page(attempt: Attempt) -> None:

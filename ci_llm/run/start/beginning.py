@@ -374,7 +374,7 @@ def read_requests(manager: CheckpointManager, config: Config) -> Requests:
 def apply_requests(state: TrainState, requests: Requests) -> TrainState:
     """The state of the checkpoint with the requests on top."""
     asked = requests.recovery
-    recovery = state.recovery.with_requests(asked.learning_rate_factor, asked.micro_batch_size)
+    recovery = state.recovery.with_requests(asked.lr_factor, asked.micro_batch_size)
     recovery = recovery.with_batches(requests.bad_batches)
     return replace(state, recovery=recovery).with_planned(requests.changes)
 

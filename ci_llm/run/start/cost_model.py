@@ -307,7 +307,6 @@ def settle(
     config: Config,
     each: Sequence[TokenizedRows],
     processes: Processes,
-    before: Config | None,
     shape: PreTrainedConfig | None = None,
 ) -> Config:
     """The configuration with values in place of auto, the same on all processes. A collective.
@@ -316,18 +315,14 @@ def settle(
 
     Args:
         each: the rows of every agent, or of all.
-        before: the settings of the checkpoint that the run resumes from; a run keeps the values it began with.
         shape: the shape of a base that a call in Python has loaded; None: that of `model_name`.
     """
     if config.kernels == AUTO:
-        kernels = FAST if before is None else before.kernels
-        config = config.model_copy(update={"kernels": FAST if kernels == AUTO else kernels})
+        config = config.model_copy(update={"kernels": FAST})
     for key in ("pass_per_agent", "use_gradient_checkpointing"):
         if getattr(config, key) != AUTO:
             continue
         settled, why = passes_without_estimate(config, processes.device) if key == "pass_per_agent" else (None, "")
-        if before is not None:
-            settled, why = getattr(before, key) is True, "auto keeps what the run began with"
         if settled is None:
             settled, why = _too_large(config.model_copy(update={key: False}), each, processes, shape)
         logger.info(f"memory    {key}={str(settled).lower()}: {why}")

@@ -64,11 +64,11 @@ class Loaded:
         return replace(self, **{name: getattr(self, name) * count for name in ("rows", "eval_rows", "judged")})
 
 
-def load(config: Config, processes: Processes, before: Config | None = None, given: Base | None = None) -> Loaded:
+def load(config: Config, processes: Processes, longest: int | None = None, given: Base | None = None) -> Loaded:
     """Load base and rows; logs what it found. A collective.
 
     Args:
-        before: the settings with which the run began, if it resumes.
+        longest: the `max_seq_length` with which the run began, if it resumes.
         given: a base that is loaded already, by a call in Python.
 
     Raises:
@@ -91,8 +91,7 @@ def load(config: Config, processes: Processes, before: Config | None = None, giv
     base = given or open_base(config, processes)
     use_chat_template(base.tokenizer, config.chat_template)
     if Encoder(base.tokenizer).has_clock and config.chat_date is None:
-        today = processes.gather_object(date.today().isoformat())[0]
-        settled["chat_date"] = today if before is None else before.chat_date
+        settled["chat_date"] = processes.gather_object(date.today().isoformat())[0]
     stored = f", linear layers in {kind}" if (kind := stored_quantization(base.model.config)) else ""
     shared = describe_shards(base.model) if config.base_sharding == "layers" else ""
     logger.info(
@@ -104,7 +103,7 @@ def load(config: Config, processes: Processes, before: Config | None = None, giv
         config = config.model_copy(update=settled)
         rows = _tokenized(config, base, processes, found, evaluated=False)
         eval_rows = _tokenized(config, base, processes, asked, evaluated=True)
-        if not _narrowed(settled, config, rows, eval_rows, per_step, before):
+        if not _narrowed(settled, config, rows, eval_rows, per_step, longest):
             judged = []
             if head_size(config):
                 require_class(base.model)
@@ -216,7 +215,7 @@ def _narrowed(
     rows: Sequence[TokenizedRows],
     eval_rows: Sequence[TokenizedRows],
     rows_per_step: int,
-    before: Config | None,
+    begun_with: int | None,
 ) -> bool:
     """True if the rows have to be read again, because fewer or shorter ones are enough; updates `settled`."""
     if "eval_samples" in settled:
@@ -226,7 +225,7 @@ def _narrowed(
             return True
     if "max_seq_length" in settled:
         longest = max(own.facts.longest for own in (*rows, *eval_rows))
-        settled["max_seq_length"] = before.max_seq_length if before else longest
+        settled["max_seq_length"] = begun_with or longest
         return longest > int(settled["max_seq_length"])
     return False
 

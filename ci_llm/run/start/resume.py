@@ -9,9 +9,7 @@ are others.
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +23,6 @@ from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.checkpoints.saver import EachProcess
-from ci_llm.cluster.launch import Launch
 from ci_llm.config import Change, Config, as_typed, parse_config
 from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
 from ci_llm.config.schema import with_trait
@@ -38,52 +35,12 @@ from ci_llm.crowd.importing import fingerprint_of_start
 from ci_llm.crowd.state import load_state, shape_of, state_of
 from ci_llm.data.agent_rows import fingerprint_of
 from ci_llm.data.tokens import TokenizedRows
-from ci_llm.distributed.precision import slow_bf16
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
 from ci_llm.mirror.filling import local_copy
-from ci_llm.run.end.attempt import command_line
 from ci_llm.run.start.agent_settings import config_of
 from ci_llm.run.step.nonfinite import LastGood, placed
 from ci_llm.run.step.state import TrainState
-
-logger = logging.getLogger(__name__)
-
-
-LONGEST_NAME: Final = 60
-#: Keys that a resumed run may change, and that make another experiment of a new one.
-NAMED_AS_WELL: Final = frozenset(with_trait("names_run"))
-
-
-def other_ways(changes: Iterable[Change], config: Config, launch: Launch) -> str:
-    """The hint of a refusal to resume: a new run beside the old one, a new run in its place, or the old settings.
-
-    The command can be pasted: it is the one that was typed, with an `experiment_name` made of what differs.
-
-    Args:
-        changes: what differs between the run in the folder and `config`.
-    """
-    changes = list(changes)
-    name = {"experiment_name": _new_name(changes, config)}
-    by_call = launch.called_at is not None  # from Python, where a command line says nothing
-    command = f"experiment_name={name['experiment_name']}" if by_call else f"`{command_line(launch, name)}`"
-    ways = [
-        f"{command} begins a new run beside it",
-        "overwrite_output_dir=true begins here and moves the old run aside",
-    ]
-    if old := [f"{each.key}={as_typed(each.old)}" for each in changes if each.kind == "sample-exact"]:
-        ways.append(f"{' '.join(old)} continues the old run")
-    return "; ".join(ways)
-
-
-def _new_name(changes: Iterable[Change], config: Config) -> str:
-    """A name for the new run, such as `num_agents8-learning_rate0.001`; NAME where a run has that name already."""
-    named = [each for each in changes if each.kind == "sample-exact" or each.key in NAMED_AS_WELL]
-    named = [each for each in named if each.key in config.model_fields_set] or named  # auto follows what was typed
-    parts = [config.experiment_name or "", *(f"{each.key}{Path(as_typed(each.new)).name}" for each in named)]
-    name = re.sub(r"[^\w.-]+", "_", "-".join(filter(None, parts)))[:LONGEST_NAME].strip("-._")
-    return "NAME" if name in ("", config.experiment_name) or Path(config.output_dir, name).exists() else name
-
 
 STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
 #: Keys whose effect `RunCheckpoint.environment` records, such as that of `batch_size`; the effect is compared.
@@ -116,7 +73,7 @@ class Source:
 
     @property
     def fingerprints(self) -> Any:
-        """Those of `RunCheckpoint.fingerprints` when it was made."""
+        """`RunCheckpoint.fingerprints` of when it was made."""
         return self.checkpoint.manifest.info["fingerprints"]
 
     @cached_property
@@ -164,16 +121,6 @@ def open_source(given: str, where: str) -> Source:
         raise
 
 
-def settle_precision(config: Config, processes: Processes, before: Config | None) -> Config:
-    """The configuration with a precision in place of auto; `before` has the settings with which the run began."""
-    config, line = processes.settle_precision(config, before)
-    if line:
-        logger.info(f"precision {line}")
-    if slow := slow_bf16(config):
-        logger.warning(f"precision {slow}")
-    return config
-
-
 @dataclass(frozen=True)
 class Restored:
     """What a run takes from a checkpoint beside weights and moments.
@@ -188,7 +135,7 @@ class Restored:
     lines: Sequence[str]
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunCheckpoint:
     """Collects the contents of a run's checkpoints, and restores the run from one.
 
@@ -198,6 +145,8 @@ class RunCheckpoint:
         last_good: the snapshots of agents; a checkpoint has those of agents in an episode of nonfinite steps.
         stopped: the adapters of agents that have left the crowd, by the names of their files.
         bits: the names and the digest of `record_bits` (run/one_layer.py).
+        description: what each checkpoint of the present crowd holds alike, by the names of its files.
+        fingerprints: those that must be the same for a run to be the same run.
     """
 
     config: Config
@@ -210,6 +159,30 @@ class RunCheckpoint:
     processes: Processes
     stopped: dict[str, Any] = field(default_factory=dict)
     bits: dict[str, Any] = field(default_factory=dict)
+    description: dict[str, Any] = field(init=False)
+    fingerprints: dict[str, str] = field(init=False)
+
+    def describe(self, numbers: Sequence[int]) -> None:
+        """Collect what does not change from save to save. To be called again after each change of the crowd.
+
+        Args:
+            numbers: of the agents that stand in the crowd.
+        """
+        config = config_of(self.config, numbers)
+        settings = {"agents": _settings_of_agents(config)} if config.agents else {}
+        state = state_of(self.crowd, self.base.fingerprint, **settings)
+        self.description = {
+            # The tensors of agents move to new memory whenever the crowd is prepared: a save looks for them itself.
+            **{key: value for key, value in state.items() if key == META or key.endswith("/adapter_config")},
+            "config.yaml": self.config.dump().encode(),
+            **{f"tokenizer/{name}": data for name, data in self.tokenizer_files.items()},
+        }
+        self.fingerprints = {
+            "base": self.base.fingerprint,
+            "base_rounded": self.base.rounded_fingerprint,
+            "data": fingerprint_of(self.rows),
+            **fingerprint_of_start(self.crowd),
+        }
 
     def contents(
         self,
@@ -232,7 +205,8 @@ class RunCheckpoint:
         """
         known = {f"process{i}": each for i, each in enumerate(generators) if each is not None}
         return {
-            **self._crowd_state(state),
+            **{f"{agent.name}/adapter_model": agent.state_dict() for agent in self.crowd.agents},
+            **self.description,
             **self.stopped,
             "optimizer": {name: dict(self.optimizer.state[row]) for name, row in self._named_rows()},
             "scheduler": {
@@ -245,8 +219,6 @@ class RunCheckpoint:
             "guard": self.last_good.state_of(_in_episode(state)),
             "trackers": dict(trackers),
             "rng": known if generators else EachProcess(determinism.capture()),
-            "config.yaml": self.config.dump().encode(),
-            **{f"tokenizer/{name}": data for name, data in self.tokenizer_files.items()},
         }
 
     def agents_tokenizers(self) -> dict[str, bytes]:
@@ -262,17 +234,8 @@ class RunCheckpoint:
         return {
             "epoch": epoch,
             "position": state.samples_seen,
-            "fingerprints": self.fingerprints(),
+            "fingerprints": self.fingerprints,
             "surroundings": self.environment(state),
-        }
-
-    def fingerprints(self) -> dict[str, str]:
-        """The fingerprints that must be the same for a run to be the same run."""
-        return {
-            "base": self.base.fingerprint,
-            "base_rounded": self.base.rounded_fingerprint,
-            "data": fingerprint_of(self.rows),
-            **fingerprint_of_start(self.crowd),
         }
 
     def environment(self, state: TrainState) -> dict[str, Any]:
@@ -316,17 +279,10 @@ class RunCheckpoint:
         self.last_good.load(_in_episode(state), saved["guard"])
         return Restored(state, dict(saved["trackers"]), _shown(changes, self.config))
 
-    def restore_environment(
-        self, source: Source, state: TrainState, record_bits: Callable[[Sequence[int]], None]
-    ) -> str:
-        """Set the generators as they were; returns the grade, and what lowers it, for people. A collective.
-
-        Args:
-            record_bits: of run/one_layer.py, for rows of these lengths; it fills `bits`.
-        """
+    def restore_environment(self, source: Source, state: TrainState) -> str:
+        """Set the generators as they were; returns the grade, and what lowers it, for people. `bits` are recorded."""
         before: Any = source.checkpoint.manifest.info["surroundings"]
         same_processes = before["processes"] == self.processes.num_processes
-        record_bits(before.get("layer", {}).get("lengths", ()))  # a crowd of a sweep, made of others, has no digest yet
         now = self.environment(state)
         if self.crowd.device.type != "cpu":
             now["threads"] = before["threads"]  # they compute no step
@@ -339,7 +295,7 @@ class RunCheckpoint:
         odd += [f"{change.key} {change.old} -> {change.new}" for change in changes if change.kind == "free"]
         odd += _other_bits(before, now, odd)
         others = [change.key for change in changes if change.kind != "free"]
-        if source.fingerprints["data"] != fingerprint_of(self.rows):
+        if source.fingerprints["data"] != self.fingerprints["data"]:
             others.append("training rows")
         grade = "bitwise"
         if odd or not now["deterministic"]:
@@ -364,15 +320,9 @@ class RunCheckpoint:
             odd.append(hindrance)
         return odd
 
-    def _crowd_state(self, state: TrainState) -> dict[str, Any]:
-        """The state of the crowd; agents with settings of their own have all their settings in its description."""
-        config = config_of(self.config, state.numbers)
-        settings = {"agents": _settings_of_agents(config)} if config.agents else {}
-        return state_of(self.crowd, self.base.fingerprint, **settings)
-
     def _require_same_crowd(self, source: Source, changes: Sequence[Change]) -> None:
         meta: Any = source.checkpoint.state[META]
-        own = self.crowd.meta(self.base.fingerprint)
+        own: Any = self.description[META]
         before, now = shape_of(source.checkpoint.state), shape_of({META: own})
         pairs = {key: (before[key], now[key]) for key in now}
         if not self._is_same_base(source):
@@ -407,9 +357,15 @@ class RunCheckpoint:
         Args:
             but: what `allow_inexact_resume` continues with.
         """
-        ways = other_ways(changes, self.config, self.processes.launch)
-        ways += f"; allow_inexact_resume=true continues with {but} from this step" if but else ""
-        return kind(what, where=str(source.folder), hint=ways)
+        ways = [
+            "experiment_name=NAME begins a new run beside it",
+            "overwrite_output_dir=true begins here and moves the old run aside",
+        ]
+        if old := [f"{each.key}={as_typed(each.old)}" for each in changes if each.kind == "sample-exact"]:
+            ways.append(f"{' '.join(old)} continues the old run")
+        if but:
+            ways.append(f"allow_inexact_resume=true continues with {but} from this step")
+        return kind(what, where=str(source.folder), hint="; ".join(ways))
 
     def _changes(self, source: Source) -> list[Change]:
         """What differs from the settings of the checkpoint; `model_dtype` by what it means on this device."""
@@ -427,12 +383,12 @@ class RunCheckpoint:
 
     def _precisions(self, source: Source) -> tuple[str, str]:
         """The precision of the base, in the checkpoint and here."""
-        meta: Any = source.checkpoint.state["ci_llm_meta_config"]
-        return meta["base_dtype"], self.crowd.meta(self.base.fingerprint)["base_dtype"]
+        before, now = source.checkpoint.state[META], self.description[META]
+        return before["base_dtype"], now["base_dtype"]
 
     def _require_same_rows(self, source: Source, changes: Sequence[Change]) -> None:
         """Refuse other training rows, and other adapters at the start."""
-        before, now = source.fingerprints, self.fingerprints()
+        before, now = source.fingerprints, self.fingerprints
         for key, what in _OTHER_INPUTS.items():
             if before.get(key) != now.get(key) and not self.config.allow_inexact_resume:
                 raise self._refusal(ForeignCheckpoint, source, what, changes, but="the new ones")

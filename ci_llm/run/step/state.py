@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from pydantic import TypeAdapter
+
 from ci_llm.core.evaluation_file import Best, BestSteps
 from ci_llm.core.measures import METRICS
 from ci_llm.core.run_folder import GOOD_AFTER_STEPS, BadBatch
@@ -64,11 +66,6 @@ class Validation:
             return f"no evaluation has given the crowd a {self.metric} yet"
         later = f", no gain in the last {self.without_better} evaluation(s)" if self.without_better else ""
         return f"best crowd by {self.metric} {self.crowd.value:.4f} after step {self.crowd.step}{later}"
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Validation:
-        """The inverse of `dataclasses.asdict`."""
-        return cls(**{**values, "crowd": Best.from_dict(values["crowd"])})
 
 
 #: The smallest factor to which cuts reduce an agent's learning rate. Below it, an agent that is nonfinite now and then
@@ -204,12 +201,6 @@ class RecoveryState:
             micro_batch_size=min(sizes, default=None),
         )
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RecoveryState:
-        """The inverse of `dataclasses.asdict`, also after a way through JSON."""
-        batches = tuple(BadBatch(batch["step"], tuple(batch["rows"])) for batch in values["bad_batches"])
-        return cls(**{**values, "bad_batches": batches})
-
 
 @dataclass(frozen=True)
 class CrowdChange:
@@ -252,12 +243,6 @@ class History:
         """The changes that act when `step` steps are taken."""
         return tuple(change for change in self.planned if change.step <= step)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> History:
-        """The inverse of `dataclasses.asdict`, also after a way through JSON."""
-        changes = {key: tuple(CrowdChange(**each) for each in values[key]) for key in ("planned", "made")}
-        return cls(**{**values, **changes})
-
 
 @dataclass(frozen=True)
 class AgentState:
@@ -279,12 +264,6 @@ class AgentState:
     def name(self) -> str:
         """The name of the agent in metrics, in the log and in checkpoints."""
         return f"agent{self.number}"
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> AgentState:
-        """The inverse of `dataclasses.asdict`."""
-        recovery, best = AgentRecovery(**values["recovery"]), Best.from_dict(values["best"])
-        return cls(**{**values, "recovery": recovery, "best": best})
 
 
 @dataclass(frozen=True)
@@ -431,10 +410,4 @@ class TrainState:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
         """The inverse of `dataclasses.asdict`, also after a way through JSON."""
-        rebuilt = {
-            "agents": tuple(AgentState.from_dict(each) for each in values["agents"]),
-            "recovery": RecoveryState.from_dict(values["recovery"]),
-            "validation": Validation.from_dict(values["validation"]),
-            "history": History.from_dict(values["history"]),
-        }
-        return cls(**{**values, **rebuilt})
+        return TypeAdapter(cls).validate_python(values)

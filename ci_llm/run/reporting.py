@@ -1,4 +1,4 @@
-"""What a run does between two steps: it tells people, metrics and callbacks how far it is, and saves."""
+"""What a run tells between two steps: people how far it is, its files how it goes, callbacks their events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from ci_llm.crowd.objective import GrpoObjective, of_metrics
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.logs.progress import Position
 from ci_llm.run.end.attempt import Attempt
-from ci_llm.run.end.result import MORE_STEPS
 from ci_llm.run.step.callbacks import Event, TrainerState
 from ci_llm.run.step.nonfinite import Findings, recovery_metrics
 from ci_llm.run.trainer import Trainer
@@ -131,45 +130,10 @@ def describe_stop(trainer: Trainer, pace: Pace) -> str:
     return f"step {trainer.state.step} is done; saving and leaving"
 
 
-def keys_to_go_on(trainer: Trainer) -> dict[str, str | None]:
-    """The keys to change, so that a run which is over trains on; None: the key is left out."""
-    changes: dict[str, str | None] = {}
+def keys_to_go_on(trainer: Trainer) -> dict[str, str]:
+    """The keys to change, so that a run which is over trains on."""
+    changes: dict[str, str] = {}
     if trainer.is_out_of_patience:
         more = trainer.state.validation.without_better + (trainer.config.early_stopping_patience or 0)
         changes["early_stopping_patience"] = str(more)
-    return changes if trainer.state.step < trainer.total_steps else {**changes, **MORE_STEPS}
-
-
-def contents_of(
-    trainer: Trainer, attempt: Attempt, generators: Sequence[dict[str, Any] | None] = ()
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The contents of a checkpoint of the present step, and the information for its manifest.
-
-    Args:
-        generators: see `RunCheckpoint.contents`.
-    """
-    state, checkpoint = trainer.state, trainer.checkpoint
-    rate = trainer.last_learning_rate if state.step else trainer.learning_rate(0)
-    contents = checkpoint.contents(state, rate, attempt.log.tracker_state(), generators)
-    return contents, checkpoint.info(state, trainer.courses.epoch(state.step)) | trainer.metrics.record()
-
-
-def save(trainer: Trainer, attempt: Attempt) -> None:
-    """Begin a checkpoint of where the run stands. A collective."""
-    manager, step = attempt.manager, trainer.state.step
-    logger.debug("step %d: save begins; the one before: %s", step, manager.last_result)
-    contents, info = contents_of(trainer, attempt)
-    with trainer.heartbeat.resting():  # a slow disk is no hang
-        keep = {*trainer.kept_steps, *attempt.mirror.sending}
-        begun = manager.save(step, contents, force=True, info=info, keep=keep)
-    if begun:
-        call_event(trainer, attempt, "on_save")
-
-
-def save_before_error(trainer: Trainer, attempt: Attempt) -> None:
-    """Save where the run stands, unless that is done, before an error that ends it on all processes. A collective."""
-    manager, step = attempt.manager, trainer.state.step
-    manager.wait_until_finished()
-    if step and trainer.processes.broadcast_object(manager.latest_step()) != step:
-        save(trainer, attempt)
-        manager.wait_until_finished()
+    return changes if trainer.state.step < trainer.total_steps else changes | {"max_train_steps": "..."}
