@@ -131,7 +131,7 @@ def test_a_claim_that_comes_late_puts_no_step_aside_that_it_has_not_seen(node: N
     other.save(2)
     with pytest.raises(LostClaim, match="another attempt has claimed this mirror since this one read it"):
         late.claim()
-    assert (other.line, other.head.superseded) == (["checkpoint_step_2", "checkpoint_step_1"], ())
+    assert (other.line, other.head.aside) == (["checkpoint_step_2", "checkpoint_step_1"], ())
     other.close()
     assert late.begin() == 2, "called again it continues from there"
 
@@ -153,7 +153,7 @@ def test_a_start_while_the_store_is_away_claims_nothing_that_others_have_claimed
     refusing[2].refuses = lambda verb, key: False
     assert not again.mirror.flush(DEADLINE_S)
     assert any("another attempt has claimed this mirror since" in line for line in said), said
-    assert (other.line, other.head.superseded) == (["checkpoint_step_2", "checkpoint_step_1"], ())
+    assert (other.line, other.head.aside) == (["checkpoint_step_2", "checkpoint_step_1"], ())
 
 
 def test_the_mirror_of_another_run_is_refused(node: Nodes) -> None:
@@ -178,25 +178,10 @@ def test_a_damaged_newest_step_is_passed_over_set_aside_and_sent_again(node: Nod
     fresh = node("fresh")
     assert fresh.begin() == 1
     assert any("checkpoint_step_2/optimizer" in line and "passed over" in line for line in said)
-    assert [each.name for each, _ in fresh.head.quarantine] == ["checkpoint_step_2"]
+    assert [each.name for each in fresh.head.aside] == ["checkpoint_step_2"]
     fresh.save(2)
     assert fresh.line == ["checkpoint_step_2", "checkpoint_step_1"]
     assert not fresh.mirror.reader.damage(fresh.head)
-
-
-def test_a_mirror_that_is_half_there_is_healed_from_the_disk(node: Nodes) -> None:
-    one = node("one")
-    one.begin()
-    one.save(1, 2)
-    one.close()
-    for key in keys_of(one):
-        if "optimizer" in key:
-            stored(one, key).unlink()
-    again = node("one")
-    assert again.begin() == 2
-    assert again.mirror.flush(DEADLINE_S), again.mirror.state
-    assert again.line == ["checkpoint_step_2", "checkpoint_step_1"]
-    assert not again.mirror.reader.damage(again.head)
 
 
 def test_going_back_takes_newer_steps_out_of_the_line_and_keeps_them(node: Nodes) -> None:
@@ -210,8 +195,8 @@ def test_going_back_takes_newer_steps_out_of_the_line_and_keeps_them(node: Nodes
     back.mirror.begin(1, back.manager.store.acquire_lease(), Found())
     assert back.mirror.flush(DEADLINE_S), back.mirror.state
     assert back.line == ["checkpoint_step_1"]
-    assert [each.name for each in back.head.superseded] == ["checkpoint_step_3", "checkpoint_step_2"]
-    assert all(back.mirror.reader.open(each) for each in back.head.superseded)
+    assert [each.name for each in back.head.aside] == ["checkpoint_step_3", "checkpoint_step_2"]
+    assert all(back.mirror.reader.open(each) for each in back.head.aside)
 
 
 @pytest.mark.parametrize("damage", ["flipped", "emptied"])
