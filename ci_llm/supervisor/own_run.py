@@ -66,7 +66,7 @@ class OwnRun:
         return load_config(default_file(), words)
 
     def prepare(self) -> list[str]:
-        """Clear nothing away: the trainer does that itself at its start."""
+        """The folder of the run."""
         return [f"run: {self._folder}"]
 
     def begin_attempt(self) -> tuple[list[str], Mapping[str, str]]:

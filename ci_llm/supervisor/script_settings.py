@@ -29,19 +29,16 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.representer import RoundTripRepresenter
 
-from ci_llm.core.durable import locked
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.options import Options
 
-_MARK: Final = "# made by safe_train.py for one attempt; it is removed afterwards\n"
 _SUFFIXES: Final = (".yaml", ".yml")
 
 
 class ConfigFile:
     """The configuration file of a script, and its changed copy, next to it: `<stem>_retry_<n>_<token>.yaml`.
 
-    A copy lives until the next one is made, or until `close`. It is locked as long as its supervisor lives, so that
-    `remove_abandoned` of a later supervisor removes only those that a killed one left.
+    A copy lives until the next one is made, or until `close`. One that a killed supervisor left stays there.
 
     Attributes:
         values: its single values, as text, by dotted key; a file of another kind than YAML and JSON has none.
@@ -100,8 +97,7 @@ class ConfigFile:
             path = folder / Path(name).name  # relative, as the user has written it
             self._copy.callback(path.unlink, missing_ok=True)
             path.chmod(self.path.stat().st_mode & 0o777 | 0o600)  # this process must be able to write it
-            self._copy.enter_context(locked(path, required=False))  # without locks nobody removes it but this one
-            path.write_text(self.changed(new) + ("" if path.suffix == ".json" else _MARK), encoding="utf-8")
+            path.write_text(self.changed(new), encoding="utf-8")
         except OSError as error:
             self.close()
             raise ConfigError(
@@ -110,12 +106,6 @@ class ConfigFile:
                 hint="make the folder of the configuration writable",
             ) from error
         return path
-
-    def remove_abandoned(self) -> list[Path]:
-        """Remove the copies that a killed supervisor left, and return their paths."""
-        name = re.compile(rf"{re.escape(self.path.stem)}_retry_\d+_[0-9a-z_]{{8}}{re.escape(self.path.suffix)}")
-        candidates = (path for path in self.path.parent.iterdir() if name.fullmatch(path.name))
-        return sorted(path for path in candidates if _removed_if_abandoned(path))
 
     def close(self) -> None:
         """Remove the copy."""
@@ -161,15 +151,6 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
 
 def _flat(tree: Any) -> dict[str, str]:
     return {dotted: str(value) for dotted, _, _, value in _leaves(tree)}
-
-
-def _removed_if_abandoned(path: Path) -> bool:
-    """Remove a copy, known by its last line, whose supervisor does not live any more; return whether it was one."""
-    with contextlib.suppress(OSError), locked(path, wait=False):  # a living supervisor holds it, or there are no locks
-        if path.suffix == ".json" or path.read_text(encoding="utf-8", errors="replace").endswith(_MARK):
-            path.unlink()
-            return True
-    return False
 
 
 def composed(folder: Path, name: str, words: Sequence[str]) -> dict[str, str]:
