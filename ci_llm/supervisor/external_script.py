@@ -156,8 +156,7 @@ class ExternalScript:
     def classify(self, result: AttemptResult) -> Outcome:
         """Classify by exit code, signal, output, and the checkpoints that `--goes-on-from` finds."""
         kind, detail = classify_by_output(result)
-        # A checkpoint that was written before NaN may hold NaN itself: it is not progress.
-        has_saved = kind != "nonfinite" and self._resumption.newest() != self._checkpoint_before
+        has_saved = self._resumption.newest() != self._checkpoint_before
         return Outcome(
             kind,
             detail,
