@@ -88,7 +88,6 @@ class Mirror:
         files: patterns of the other files that follow.
         max_mb_per_s: a bound on what is sent and read; None for no bound.
         on_change: called in the thread whenever the state has changed.
-        clock: seconds, monotonic.
 
     Attributes:
         sending: the step that is being sent, which the folder should not prune meanwhile.
@@ -103,14 +102,12 @@ class Mirror:
         files: Collection[str] = (),
         max_mb_per_s: float | None = None,
         on_change: Callable[[MirrorState], object] = lambda state: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder, self.files = folder, files
-        self._keep, self._clock, self.on_change = keep, clock, on_change
-        self._limiter = RateLimiter(max_mb_per_s, clock)
-        self._objects = open_objects(url)
-        self.reader = MirrorReader(self._objects, self._limiter)
-        self._writer = MirrorWriter(self._objects, self._pace)
+        self._keep, self.on_change = keep, on_change
+        self._limiter, objects = RateLimiter(max_mb_per_s), open_objects(url)
+        self.reader = MirrorReader(objects, self._limiter)
+        self._writer = MirrorWriter(objects, self._pace)
         self._claim: Callable[[], object] | None = None  # what is to be called first
         self._swept = False
         self.sending: frozenset[int] = frozenset()
@@ -148,7 +145,7 @@ class Mirror:
         """The folder has changed: look what is to be sent. Returns at once."""
         if self._thread is not None and not self._over.is_set():
             with self._lock:
-                self._behind_since = self._clock() if self._behind_since is None else self._behind_since
+                self._behind_since = time.monotonic() if self._behind_since is None else self._behind_since
                 self._idle.clear()
                 self._work.set()
 
@@ -233,7 +230,7 @@ class Mirror:
             self._swept = True
         with self._lock:
             caught_up = not self._work.is_set()  # else the folder has changed meanwhile
-            self._behind_since = None if caught_up else self._clock()
+            self._behind_since = None if caught_up else time.monotonic()
             if caught_up:
                 self._idle.set()
         self._warn_at_s = WARN_S
@@ -288,7 +285,7 @@ class Mirror:
     def _look(self) -> MirrorState:
         newest = self._writer.head.newest
         since = self._behind_since  # read once: the other thread may change it
-        behind_s = 0.0 if since is None else self._clock() - since
+        behind_s = 0.0 if since is None else time.monotonic() - since
         step = None if newest is None else newest.step
         return replace(self.state, step=step, behind_s=behind_s)
 

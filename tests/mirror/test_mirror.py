@@ -242,7 +242,6 @@ def test_no_name_of_a_mirror_leaves_its_folder(node: Nodes, tmp_path: Path) -> N
 
 
 def test_a_store_that_is_away_delays_and_loses_nothing(node: Nodes, refusing: list[Refusing], said: list[str]) -> None:
-    clock = [0.0]
     states: list[MirrorState] = []
     refused, away = threading.Event(), threading.Event()
 
@@ -253,7 +252,7 @@ def test_a_store_that_is_away_delays_and_loses_nothing(node: Nodes, refusing: li
             if state.behind_s >= 60:
                 away.set()
 
-    one = node("one", clock=lambda: clock[0], on_change=watch)
+    one = node("one", on_change=watch)
     one.mirror.wake()
     assert one.mirror.flush(0), "without a claim there is nothing to wait for"
     assert one.mirror.metrics() == {}
@@ -264,7 +263,8 @@ def test_a_store_that_is_away_delays_and_loses_nothing(node: Nodes, refusing: li
     one.manager.wait_until_finished()
     one.mirror.wake()
     assert refused.wait(DEADLINE_S)
-    clock[0] += 61.0
+    assert one.mirror._behind_since is not None
+    one.mirror._behind_since -= 61.0
     assert away.wait(DEADLINE_S), states[-1]
     assert any("behind (503 Service Unavailable): the newest step here is 2, there 1" in line for line in said), said
     refusing[0].refuses = lambda verb, key: False
