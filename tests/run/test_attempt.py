@@ -149,7 +149,7 @@ def test_a_run_like_this_one_names_each_key_once(
         ("callback", None, 5.0, False),
         ("walltime", "max_runtime", 5.0, False),
         ("walltime", "max_runtime", None, True),  # the process is the run, which is to be over then
-        ("walltime", "CI_LLM_DEADLINE", 5.0, True),
+        ("walltime", "the end of the job", 5.0, True),
         ("signal:SIGTERM", "max_runtime", 5.0, True),
     ],
 )
