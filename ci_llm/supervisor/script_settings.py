@@ -14,7 +14,6 @@ import contextlib
 import importlib
 import io
 import json
-import math
 import os
 import re
 import shlex
@@ -27,7 +26,6 @@ from typing import Any, Final
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
-from ruamel.yaml.representer import RoundTripRepresenter
 
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.options import Options
@@ -69,14 +67,14 @@ class ConfigFile:
 
     def changed(self, new: Mapping[str, float]) -> str:
         """Return the text with new values of known keys, and the comments of the original."""
-        tree = self._tree()
+        tree, numbers = self._tree(), {key: _yaml().load(in_yaml(value)) for key, value in new.items()}
         for dotted, place, key, old in list(_leaves(tree)):
             if dotted in new:
-                place[key] = new[dotted]
+                place[key] = numbers[dotted]
                 is_anchored = hasattr(old, "anchor") and old.anchor.value is not None
                 for _, other, alias, value in list(_leaves(tree)) if is_anchored else ():
                     if value is old:  # its aliases follow
-                        other[alias] = new[dotted]
+                        other[alias] = numbers[dotted]
         if self.path.suffix == ".json":
             return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
         text = io.StringIO()
@@ -112,21 +110,8 @@ class ConfigFile:
         self._copy.close()
 
 
-class _Representer(RoundTripRepresenter):
-    """Writes new numbers as `in_yaml` does."""
-
-
-def _represented(to: RoundTripRepresenter, number: float) -> Any:
-    text = in_yaml(number) if math.isfinite(number) else {"inf": ".inf", "-inf": "-.inf"}.get(str(number), ".nan")
-    return to.represent_scalar("tag:yaml.org,2002:float", text)
-
-
-_Representer.add_representer(float, _represented)
-
-
 def _yaml() -> YAML:
     yaml = YAML()
-    yaml.Representer = _Representer
     yaml.preserve_quotes = yaml.allow_duplicate_keys = True
     yaml.width = sys.maxsize  # no line is folded
     return yaml
