@@ -47,23 +47,6 @@ class Deadline:
         return f"{datetime.fromtimestamp(self.at):%Y-%m-%d %H:%M:%S} ({self.source})"
 
 
-def find_deadline(max_runtime_s: float | None, job_end: float | None, *, started: float | None = None) -> Deadline | None:
-    """The earlier deadline of both sources; None without any.
-
-    Args:
-        max_runtime_s: seconds that the run may take.
-        job_end: unix seconds at which the scheduler ends the job.
-        started: unix seconds from which `max_runtime_s` counts; by default the start of this process.
-    """
-    found = []
-    if job_end is not None:
-        found.append(Deadline(job_end, "the end of the job"))
-    if max_runtime_s is not None:
-        start = psutil.Process().create_time() if started is None else started
-        found.append(Deadline(start + max_runtime_s, MAX_RUNTIME))
-    return min(found, key=lambda deadline: deadline.at, default=None)
-
-
 def seconds_until_stop(left_s: float, steps_s: Sequence[float], saves_s: Sequence[float]) -> float:
     """Seconds until the run must be asked to stop, so that the step under way and its save still fit before the end.
 
@@ -176,15 +159,23 @@ class Walltime:
 
 def watch_walltime(max_runtime_s: float | None, launch: Launch, pace: Pace, interrupts: Interrupts) -> Walltime:
     """Make the end of the job a request to stop, on the main process; the ballot tells the other processes."""
-    deadline = _deadline(max_runtime_s, launch, job_end) if launch.is_main_process else None
+    deadline = find_deadline(max_runtime_s, launch) if launch.is_main_process else None
     if deadline is not None:
         logger.info(f"walltime  stops in time before {deadline}")
-    return Walltime(deadline, pace, interrupts, refresh=lambda: _deadline(max_runtime_s, launch, current_job_end))
+    return Walltime(deadline, pace, interrupts, refresh=lambda: find_deadline(max_runtime_s, launch, current_job_end))
 
 
-def _deadline(max_runtime_s: float | None, launch: Launch, end: Callable[[Job], float | None]) -> Deadline | None:
-    job = read_job()
-    return find_deadline(max_runtime_s, None if job is None else end(job), started=launch.called_at)
+def find_deadline(
+    max_runtime_s: float | None, launch: Launch, end_of: Callable[[Job], float | None] = job_end
+) -> Deadline | None:
+    """The end of the SLURM job or of `max_runtime_s` since the start of this process, whichever is earlier, if any."""
+    job, found = read_job(), list[Deadline]()
+    if job is not None and (end := end_of(job)) is not None:
+        found.append(Deadline(end, "the end of the job"))
+    if max_runtime_s is not None:
+        start = psutil.Process().create_time() if launch.called_at is None else launch.called_at
+        found.append(Deadline(start + max_runtime_s, MAX_RUNTIME))
+    return min(found, key=lambda deadline: deadline.at, default=None)
 
 
 def expected_kill(interrupts: Interrupts, grace_s: float, launch: Launch, deadline: Deadline | None) -> float:

@@ -19,6 +19,7 @@ from ci_llm.cluster.deadline import (
     seconds_until_stop,
     upper_quantile,
 )
+from ci_llm.cluster.launch import Launch
 from ci_llm.interrupts import Interrupts
 from tools.testbed.events import DEADLINE_S
 
@@ -39,14 +40,18 @@ class Saved:
 # Who names the end
 
 
-def test_the_earlier_deadline_counts_and_names_its_source() -> None:
-    assert find_deadline(None, None) is None
-    assert find_deadline(None, 650.0) == Deadline(650.0, "the end of the job")
-    assert find_deadline(60.0, 650.0, started=500.0) == Deadline(560.0, "max_runtime")
+def test_the_earlier_deadline_counts_and_names_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = Launch("python", called_at=500.0)
+    assert find_deadline(None, called) is None
+    assert find_deadline(60.0, called) == Deadline(560.0, "max_runtime")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert find_deadline(None, called, lambda job: 550.0) == Deadline(550.0, "the end of the job")
+    assert find_deadline(60.0, called, lambda job: 550.0) == Deadline(550.0, "the end of the job")
+    assert find_deadline(60.0, called, lambda job: 650.0) == Deadline(560.0, "max_runtime")
 
 
 def test_max_runtime_counts_from_the_start_of_the_process() -> None:
-    found = find_deadline(3600.0, None)
+    found = find_deadline(3600.0, Launch("python"))
     assert found is not None
     assert found.at - 3600 == psutil.Process().create_time()
 
