@@ -160,7 +160,7 @@ class Head:
     @property
     def places(self) -> set[str]:
         """The places of all objects that this head refers to."""
-        return {each.place for each in (*self.line, *self.aside, *self.files.values())}
+        return {entry.place for entry in self.line + self.aside} | {file.place for file in self.files.values()}
 
     def holds(self, name: str, known: str) -> bool:
         """True if the step of this name with this digest of its manifest is in the line."""
