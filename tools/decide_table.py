@@ -10,7 +10,6 @@ from ci_llm.supervisor.policy import Decision, Outcome, Policy, decide
 
 _RAN: Final = Outcome("crashed", learning_rate=2e-4, batch_size=32)
 _NO_PROGRESS: Final = (_RAN, _RAN)
-_CUT: Final = replace(_RAN, kind="nonfinite")
 
 #: Row by row: how the attempt ended, the situation, the outcomes before it, its own outcome.
 CASES: Final[tuple[tuple[str, str, tuple[Outcome, ...], Outcome], ...]] = (
@@ -21,7 +20,6 @@ CASES: Final[tuple[tuple[str, str, tuple[Outcome, ...], Outcome], ...]] = (
     ("any failure", "all retries are used up", (_RAN,) * 10, replace(_RAN, kind="nonfinite")),
     ("nonfinite", "", (), replace(_RAN, kind="nonfinite")),
     ("nonfinite", "own run, good until step 250", (), replace(_RAN, kind="nonfinite", good_step=250)),
-    ("nonfinite", "three cuts without progress", (_CUT,) * 3, _CUT),
     ("nonfinite", "near the smallest learning rate", (), replace(_RAN, kind="nonfinite", learning_rate=1.2e-6)),
     ("nonfinite", "at the smallest learning rate", (), replace(_RAN, kind="nonfinite", learning_rate=1e-6)),
     ("nonfinite", "the learning rate is unknown", (), replace(_RAN, kind="nonfinite", learning_rate=None)),

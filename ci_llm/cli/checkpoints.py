@@ -213,7 +213,7 @@ def _push(call: argparse.Namespace) -> int:
             if head.newest is not None and head.newest.step > step:
                 what = f"the mirror holds step {head.newest.step}, and this folder step {step} as its newest"
                 raise BadInput(what, where=mirror.reader.url, hint="pull it, or push to another prefix")
-            found = Found(head.writer, mirror.reader.damage(head), same_run=True)
+            found = Found(head.writer, mirror.reader.damage(head))
         mirror.begin(step, number, found)
         try:
             done = mirror.flush(PUSH_S)
@@ -222,7 +222,7 @@ def _push(call: argparse.Namespace) -> int:
     state, healed = mirror.state, sorted(found.damage.values())
     if not done:
         raise BadInput(f"not everything was sent: {state.error}", where=state.url)
-    sent = f"{state.url}: step {state.step} is the newest, {state.sent_bytes:,} bytes sent"
+    sent = f"{state.url}: step {state.step} is the newest"
     print_result(call.json, {"healed": healed, **asdict(state)}, sent, *(f"healed: {damage}" for damage in healed))
     return 0
 

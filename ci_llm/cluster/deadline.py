@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -21,12 +20,10 @@ import psutil
 
 from ci_llm.cluster.launch import Launch
 from ci_llm.cluster.slurm import Job, current_job_end, job_end, kill_time, query, read_job
-from ci_llm.errors import ConfigError
 from ci_llm.interrupts import Interrupts
 
 logger = logging.getLogger(__name__)
 
-VARIABLE: Final = "CI_LLM_DEADLINE"
 REASON: Final = "walltime"
 #: The reason of an interruption that a callback has asked for, as status.json has it.
 STOPPED_BY_CALLBACK: Final = "callback"
@@ -48,48 +45,6 @@ class Deadline:
 
     def __str__(self) -> str:
         return f"{datetime.fromtimestamp(self.at):%Y-%m-%d %H:%M:%S} ({self.source})"
-
-
-def find_deadline(
-    max_runtime_s: float | None,
-    job_end: float | None,
-    *,
-    environ: Mapping[str, str] = os.environ,
-    started: float | None = None,
-) -> Deadline | None:
-    """The earliest deadline of all sources; None without any.
-
-    Args:
-        max_runtime_s: seconds that the run may take.
-        job_end: unix seconds at which the scheduler ends the job.
-        environ: may hold CI_LLM_DEADLINE, in unix seconds or as 2026-11-20T18:19:57.
-        started: unix seconds from which `max_runtime_s` counts; by default the start of this process.
-
-    Raises:
-        ConfigError: CI_LLM_DEADLINE is not a time.
-    """
-    found = []
-    if job_end is not None:
-        found.append(Deadline(job_end, "the end of the job"))
-    if max_runtime_s is not None:
-        start = psutil.Process().create_time() if started is None else started
-        found.append(Deadline(start + max_runtime_s, MAX_RUNTIME))
-    if text := environ.get(VARIABLE):
-        found.append(Deadline(_unix_seconds(text), VARIABLE))
-    return min(found, key=lambda deadline: deadline.at, default=None)
-
-
-def _unix_seconds(text: str) -> float:
-    try:
-        at = float(text) if text.replace(".", "", 1).isdecimal() else datetime.fromisoformat(text).timestamp()
-        datetime.fromtimestamp(at)  # raises for a number beyond every calendar, such as milliseconds
-        return at
-    except (ValueError, OverflowError, OSError) as error:
-        raise ConfigError(
-            f"{text!r} is not a time",
-            where=f"{VARIABLE} in the environment",
-            hint=f"unix seconds or a local time, e.g. export {VARIABLE}=$(date -d '+2 hours' +%s)",
-        ) from error
 
 
 def seconds_until_stop(left_s: float, steps_s: Sequence[float], saves_s: Sequence[float]) -> float:
@@ -204,15 +159,23 @@ class Walltime:
 
 def watch_walltime(max_runtime_s: float | None, launch: Launch, pace: Pace, interrupts: Interrupts) -> Walltime:
     """Make the end of the job a request to stop, on the main process; the ballot tells the other processes."""
-    deadline = _deadline(max_runtime_s, launch, job_end) if launch.is_main_process else None
+    deadline = find_deadline(max_runtime_s, launch) if launch.is_main_process else None
     if deadline is not None:
         logger.info(f"walltime  stops in time before {deadline}")
-    return Walltime(deadline, pace, interrupts, refresh=lambda: _deadline(max_runtime_s, launch, current_job_end))
+    return Walltime(deadline, pace, interrupts, refresh=lambda: find_deadline(max_runtime_s, launch, current_job_end))
 
 
-def _deadline(max_runtime_s: float | None, launch: Launch, end: Callable[[Job], float | None]) -> Deadline | None:
-    job = read_job()
-    return find_deadline(max_runtime_s, None if job is None else end(job), started=launch.called_at)
+def find_deadline(
+    max_runtime_s: float | None, launch: Launch, end_of: Callable[[Job], float | None] = job_end
+) -> Deadline | None:
+    """The end of the SLURM job or of `max_runtime_s` since the start of this process, whichever is earlier, if any."""
+    job, found = read_job(), list[Deadline]()
+    if job is not None and (end := end_of(job)) is not None:
+        found.append(Deadline(end, "the end of the job"))
+    if max_runtime_s is not None:
+        start = psutil.Process().create_time() if launch.called_at is None else launch.called_at
+        found.append(Deadline(start + max_runtime_s, MAX_RUNTIME))
+    return min(found, key=lambda deadline: deadline.at, default=None)
 
 
 def expected_kill(interrupts: Interrupts, grace_s: float, launch: Launch, deadline: Deadline | None) -> float:

@@ -52,7 +52,7 @@ class Status:
         warning: why the result may be worthless, although the run trains or is completed; None if nothing is known.
         first_loss: nats per target at the beginning of the run, for comparison in a later attempt.
         agent_steps: optimizer steps done, counted for every agent that took them.
-        mirror: how the mirror stands: url, step, behind_s, sent_bytes, error; None without one.
+        mirror: how the mirror stands: url, step, behind_s, error; None without one.
         exactness: how exactly the attempt resumes from a checkpoint, and why not more so; None for a fresh start.
         phase: "evaluation" while rows are evaluated.
         evaluation_batch_size: rows per process that are evaluated at a time; between evaluations at most so many, or

@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -53,10 +53,9 @@ from ci_llm.cluster.launch import (
 from ci_llm.cluster.starter import exit_code_told
 from ci_llm.config import Config
 from ci_llm.config.own_keys import AUTO
-from ci_llm.core.durable import make_folders, read_object, write_json
+from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.memory import free_memory, is_out_of_memory
 from ci_llm.core.run_folder import LAUNCH_TOKEN
-from ci_llm.core.run_status import is_alive, pid_space
 from ci_llm.distributed import precision
 from ci_llm.distributed.ballot import Ballot, Verdict, anybody_stops, decode, encode
 from ci_llm.errors import CiLlmError, LaunchError, PeerLost, StoppedBeforeMeeting, first_line
@@ -321,7 +320,7 @@ class Processes:
             self.wait_for_everyone()
 
     def require_same_folder(self, path: Path | str) -> None:
-        """Refuse a folder that is not the same for all processes, or that another launch uses. A collective.
+        """Refuse a folder that is not the same for all processes. A collective.
 
         The main process creates the folder and writes a token file there, which stays until `shutdown`. Every process
         looks for the token.
@@ -331,8 +330,7 @@ class Processes:
         """
         folder = Path(path)
         token = self.broadcast_object(secrets.token_hex(8))
-        if problem := self.on_main(lambda: self._write_launch_token(folder, token)):
-            raise LaunchError(problem, where=str(folder), hint="give another output_dir, or start once")
+        self.on_main(lambda: self._write_launch_token(folder, token))
         each_sees = self.gather_object(_token_path(folder, token).is_file())
         blind = [index for index, sees in enumerate(each_sees) if not sees]
         if blind:
@@ -342,21 +340,15 @@ class Processes:
                 hint="give an output_dir on a disk that all machines share, as an absolute path",
             )
 
-    def _write_launch_token(self, folder: Path, token: str) -> str | None:
-        """Return the problem with the folder, if any. To raise here, on one process, would leave the others waiting."""
+    def _write_launch_token(self, folder: Path, token: str) -> None:
         path = _token_path(folder, token)
-        own = {"pid": os.getpid(), "parent": os.getppid(), "pid_space": pid_space()}
         try:
             make_folders(folder)
-            write_json(path, own)
+            write_bytes(path, b"")
         except OSError as error:
-            return f"the folder cannot be written: {error.strerror}"
+            what = f"the folder cannot be written: {error.strerror}"
+            raise LaunchError(what, where=str(folder), hint="give another output_dir") from error
         self._tokens.append(path)
-        # Each of two simultaneous launches writes its token before it looks: at least one of them sees the other.
-        if any(_is_other_run(path, own) for path in folder.glob(_token_path(folder, "*").name)):
-            self._tokens.pop().unlink()
-            return "another process that the same launcher or shell has started trains in this folder already"
-        return None
 
     def shutdown(self) -> bool:
         """Leave the process group, within a bound of 10 s; the trackers must be closed before.
@@ -437,24 +429,7 @@ def _backend(on_cpu: bool) -> str:
 
 
 def _token_path(folder: Path, token: str) -> Path:
-    return folder / f"{LAUNCH_TOKEN}{token}.json"
-
-
-def _is_other_run(path: Path, own: Mapping[str, object]) -> bool:
-    """True if this token is of another living process of the same launcher; removes the token of a dead process.
-
-    Processes of other launchers do not count: a later attempt may take over a folder from one that still runs.
-    """
-    try:
-        other = read_object(path)
-    except (OSError, ValueError):  # its owner has removed it at this moment, or is another user
-        return False
-    if other.get("pid_space") != own["pid_space"]:
-        return False
-    if not is_alive(int(other["pid"])):
-        path.unlink(missing_ok=True)
-        return False
-    return bool(other["parent"] == own["parent"] and other["pid"] != own["pid"])
+    return folder / f"{LAUNCH_TOKEN}{token}"
 
 
 def join(launch: Launch, backend: str, interrupts: Interrupts | None = None) -> None:

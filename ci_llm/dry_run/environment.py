@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from ci_llm.cluster.deadline import find_deadline
 from ci_llm.core.durable import remove_tree, write_bytes
 from ci_llm.core.numerics import processor
 from ci_llm.core.quantities import size
@@ -31,9 +30,8 @@ LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets")
 
 
 def environment(context: CheckContext) -> str:
-    """Libraries, device and trackers are there, and the time limit of the run can be read."""
+    """Libraries, device and trackers are there."""
     require_installed(context.config.report_to)
-    find_deadline(context.config.max_runtime, None)
     device = f"{processor()}, no GPU" if runs_on_cpu() else torch.cuda.get_device_name()
     libraries = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
     return f"Python {platform.python_version()}, {libraries}; {device}, {torch.get_num_threads()} CPU thread(s)"

@@ -38,7 +38,7 @@ def open_mirror(url: str, where: str) -> tuple[MirrorReader, Head, str | None]:
     name = last if is_checkpoint(last) else None
     reader = MirrorReader(open_objects(url.rstrip("/") if name is None else base, where))
     head = reader.head()
-    if head is None or not head.entries:
+    if head is None or not head.line + head.aside:
         raise CheckpointError("there is no mirror of a run here", where=reader.url, hint="mirror=URL makes one")
     return reader, head, name
 
@@ -126,7 +126,7 @@ def _fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[st
     now = Token(head.run, head.writer)
     if token != now:
         write_token(folder, now)
-    return Found(head.writer, damage, same_run=True)
+    return Found(head.writer, damage)
 
 
 def _take(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointManager, files: Collection[str]) -> None:

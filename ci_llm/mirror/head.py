@@ -16,8 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -26,13 +25,13 @@ from typing import Annotated, Final, TypeAlias
 from pydantic import AfterValidator, TypeAdapter
 
 from ci_llm.checkpoints.layout import FINAL
-from ci_llm.checkpoints.manifest import check_name
+from ci_llm.checkpoints.manifest import STEP_FOLDER, check_name
 from ci_llm.core.durable import make_folders, read_json, write_json
 from ci_llm.core.typed_json import seal, unseal
 from ci_llm.errors import CheckpointError
 
 HEAD: Final = "head.json"
-VERSION: Final = 3
+VERSION: Final = 4
 #: The head of a mirror to which nobody has written, and the writer that a disk names while it is being filled.
 NOBODY: Final = ""
 
@@ -42,14 +41,13 @@ NOT_DUMPED: Final = (ValueError, TypeError, KeyError, RecursionError)
 #: Whatever a writer sends has a key that begins so; the number counts the claims.
 SENT: Final = re.compile(r"([0-9]{6})-[0-9a-f]{8}/")
 COPY: Final = re.compile(SENT.pattern + re.escape(HEAD))
-_PLACE = re.compile(SENT.pattern + r"[0-9a-f]{32}")
-_WRITER = re.compile(SENT.pattern.removesuffix("/"))
-_STEP = re.compile(r"checkpoint_step_(0|[1-9]\d{0,15})")
+_PLACE: Final = re.compile(SENT.pattern + r"[0-9a-f]{32}")
+_WRITER: Final = re.compile(SENT.pattern.removesuffix("/"))
 
 
 def is_checkpoint(name: str) -> bool:
     """True if a mirror may hold a checkpoint of this name."""
-    return name == FINAL or _STEP.fullmatch(name) is not None
+    return name == FINAL or STEP_FOLDER.fullmatch(name) is not None
 
 
 def _require(valid: Callable[[str], object], text: str) -> str:
@@ -66,12 +64,10 @@ class Found:
         writer: who wrote the mirror at that moment. Where somebody else has claimed it since, this attempt would put
             steps aside that it has never seen. None if the mirror did not answer and the disk does not say it.
         damage: what is wrong with steps that were passed over, by their places.
-        same_run: whether the run on the disk is the one in the mirror, as far as can be told.
     """
 
     writer: str | None = None
     damage: Mapping[str, str] = field(default_factory=dict)
-    same_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,8 +142,7 @@ class Head:
         writer: the last one that claimed the mirror; it alone commits.
         attempt: the number of the run's attempt that writes.
         line: the steps that the run may resume from, the newest first.
-        superseded: newer steps than one that the run went back to.
-        quarantine: steps that did not verify, and why.
+        aside: steps that are kept, and from which no run resumes: newer than one that it went back to, or damaged.
         files: the other files of the run, by path: logs, metrics, evaluation.
     """
 
@@ -155,8 +150,7 @@ class Head:
     writer: Annotated[str, AfterValidator(partial(_require, _WRITER.fullmatch))] = NOBODY
     attempt: int = 0
     line: tuple[Entry, ...] = ()
-    superseded: tuple[Entry, ...] = ()
-    quarantine: tuple[tuple[Entry, str], ...] = ()
+    aside: tuple[Entry, ...] = ()
     files: Mapping[Annotated[str, AfterValidator(check_name)], RunFile] = field(default_factory=dict)
 
     @property
@@ -164,42 +158,26 @@ class Head:
         return self.line[0] if self.line else None
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
-        """Every step of which the mirror keeps the bytes."""
-        return (*self.line, *self.superseded, *(entry for entry, _ in self.quarantine))
-
-    @property
     def places(self) -> set[str]:
         """The places of all objects that this head refers to."""
-        return {entry.place for entry in self.entries} | {file.place for file in self.files.values()}
+        return {entry.place for entry in self.line + self.aside} | {file.place for file in self.files.values()}
 
-    def claimed(self) -> Head:
-        """This head with a new writer, whose number is the next one."""
-        number = int(self.writer.partition("-")[0] or 0) + 1
-        return replace(self, writer=f"{number:06d}-{secrets.token_hex(4)}")
+    def holds(self, name: str, known: str) -> bool:
+        """True if the step of this name with this digest of its manifest is in the line."""
+        return any(entry.name == name and digest_of(entry.place) == known for entry in self.line)
+
+    def putting_aside(self, unwanted: Callable[[Entry], bool]) -> Head:
+        """This head with the entries of its line that are unwanted put aside."""
+        gone = tuple(filter(unwanted, self.line))
+        line = tuple(entry for entry in self.line if entry not in gone)
+        return replace(self, line=line, aside=(*self.aside, *gone))
 
     def with_step(self, entry: Entry) -> Head:
-        """This head with `entry` in its line; an entry of the same name is replaced."""
-        others = [each for each in self.line if each.name != entry.name]
-        old = [each for each in self.line if each.name == entry.name != FINAL and each.place != entry.place]
+        """This head with `entry` in its line; another step of the same name is put aside, a final one replaced."""
+        head = self.putting_aside(lambda each: each.name == entry.name != FINAL and each != entry)
+        others = [each for each in head.line if each.name != entry.name]
         # The newest first; a numbered step before the final one of the same step.
-        line = sorted([*others, entry], key=lambda each: (-each.step, each.name))
-        return replace(self, line=tuple(line), superseded=(*self.superseded, *old))
-
-    def without(self, names: Iterable[str]) -> Head:
-        """This head without the entries of these names in its line."""
-        gone = {*names}
-        return replace(self, line=tuple(entry for entry in self.line if entry.name not in gone))
-
-    def going_back(self, step: int) -> Head:
-        """This head after going back to `step`: later steps are superseded."""
-        newer = tuple(entry for entry in self.line if entry.step > step)
-        return replace(self.without(entry.name for entry in newer), superseded=(*self.superseded, *newer))
-
-    def quarantined(self, damage: Mapping[str, str]) -> Head:
-        """This head with the steps of these places, which did not verify, out of its line."""
-        hurt = tuple((entry, damage[entry.place]) for entry in self.line if entry.place in damage)
-        return replace(self.without(entry.name for entry, _ in hurt), quarantine=(*self.quarantine, *hurt))
+        return replace(head, line=tuple(sorted([*others, entry], key=lambda each: (-each.step, each.name))))
 
     def dump(self) -> bytes:
         return seal({"format_version": VERSION, **_HEAD.dump_python(self, mode="json")}, hashlib.sha256)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from ci_llm.checkpoints.catalog import CatalogEntry, Shelf, entry_of
 from ci_llm.checkpoints.layout import Opened
@@ -22,8 +23,7 @@ logger = logging.getLogger(__name__)
 TRIES = 3
 
 
-@dataclass(frozen=True)
-class FoundHead:
+class FoundHead(NamedTuple):
     """The head as it is now.
 
     Attributes:
@@ -101,13 +101,7 @@ class MirrorReader:
 
     def manifest(self, entry: Entry) -> Manifest:
         """The manifest of a step. Raises DamagedCheckpoint: missing, or not as it was written."""
-        try:
-            manifest = Manifest.parse(self._read(entry.key(MANIFEST), 0, digest_of(entry.place)))
-            if (manifest.step, manifest.nbytes) != (entry.step, entry.nbytes):
-                raise ValueError("it is that of another step")
-        except NOT_DUMPED as error:
-            raise DamagedCheckpoint(f"the manifest of {entry.name} is damaged: {error}", where=self.url) from error
-        return manifest
+        return Manifest.parse(self._read(entry.key(MANIFEST), 0, digest_of(entry.place)))
 
     def open(self, entry: Entry) -> Opened:
         """The manifest and the files of a step; what is returned is what was verified.
@@ -152,12 +146,12 @@ class MirrorReader:
                 found[entry.place] = error.what
         return found
 
-    def entry(self, head: Head | None, name: str) -> Entry:
+    def entry(self, head: Head, name: str) -> Entry:
         """The entry of a step by its name. Raises CheckpointError: the mirror holds no such step."""
-        for entry in head.entries if head else ():
+        for entry in head.line + head.aside:
             if entry.name == name:
                 return entry
-        held = ", ".join(entry.name for entry in head.line) if head else "nothing"
+        held = ", ".join(entry.name for entry in head.line)
         raise CheckpointError(f"there is no {name} in this mirror: it holds {held}", where=self.url)
 
 
@@ -169,17 +163,11 @@ def list_mirror(reader: MirrorReader, head: Head, *, read_all: bool = True) -> l
     Args:
         read_all: read every byte and compare it with its digest; otherwise the manifests alone.
     """
-    return [_listed(reader, entry, shelf, read_all) for shelf, entry in _shelved(head)]
 
+    def listed(entry: Entry, name: str, shelf: Shelf) -> CatalogEntry:
+        verify = partial(reader.open, entry) if read_all else None
+        found = entry_of(name, shelf, partial(reader.manifest, entry), verify)
+        return replace(found, step=entry.step, nbytes=entry.nbytes)
 
-def _listed(reader: MirrorReader, entry: Entry, shelf: Shelf, read_all: bool) -> CatalogEntry:
-    name = entry.name if shelf == "current" else f"{shelf}/{entry.name}"
-    verify = partial(reader.open, entry) if read_all else None
-    found = entry_of(name, shelf, partial(reader.manifest, entry), verify)
-    return replace(found, step=entry.step, nbytes=entry.nbytes)
-
-
-def _shelved(head: Head) -> Iterator[tuple[Shelf, Entry]]:
-    yield from (("current", entry) for entry in head.line)
-    yield from (("superseded", entry) for entry in head.superseded)
-    yield from (("quarantine", entry) for entry, _ in head.quarantine)
+    current = [listed(entry, entry.name, "current") for entry in head.line]
+    return current + [listed(entry, f"superseded/{entry.name}", "superseded") for entry in head.aside]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.checkpoints.layout import FINAL, committed
-from ci_llm.checkpoints.manifest import MANIFEST, check_name
+from ci_llm.checkpoints.manifest import MANIFEST, check_name, digest
 from ci_llm.core.quantities import duration, size
 from ci_llm.core.remote import without_secrets
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
@@ -64,7 +64,6 @@ class MirrorState:
     url: str
     step: int | None = None
     behind_s: float = 0.0
-    sent_bytes: int = 0
     error: str | None = None
 
 
@@ -75,12 +74,8 @@ def _may_pass(error: Exception) -> bool:
     return isinstance(error, MirrorUnreachable | OSError) or isinstance(error.__cause__, OSError)
 
 
-class _NewerFirstError(Exception):
-    """The run ends, and a newer step is there than the one that is being sent."""
-
-
-class _ClosedError(Exception):
-    """The mirror was closed while bytes were being sent."""
+class _GivenUpError(Exception):
+    """What is being sent is given up: a newer step goes first, or the mirror was closed."""
 
 
 class Mirror:
@@ -93,7 +88,9 @@ class Mirror:
         files: patterns of the other files that follow.
         max_mb_per_s: a bound on what is sent and read; None for no bound.
         on_change: called in the thread whenever the state has changed.
-        clock: seconds, monotonic.
+
+    Attributes:
+        sending: the step that is being sent, which the folder should not prune meanwhile.
     """
 
     def __init__(
@@ -105,18 +102,16 @@ class Mirror:
         files: Collection[str] = (),
         max_mb_per_s: float | None = None,
         on_change: Callable[[MirrorState], object] = lambda state: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder, self.files = folder, files
-        self._keep, self._clock, self.on_change = keep, clock, on_change
-        self._limiter = RateLimiter(max_mb_per_s, clock)
-        self._objects = open_objects(url)
-        self.reader = MirrorReader(self._objects, self._limiter)
-        self._writer = MirrorWriter(self._objects, self._pace)
+        self._keep, self.on_change = keep, on_change
+        self._limiter, objects = RateLimiter(max_mb_per_s), open_objects(url)
+        self.reader = MirrorReader(objects, self._limiter)
+        self._writer = MirrorWriter(objects, self._pace)
         self._claim: Callable[[], object] | None = None  # what is to be called first
         self._swept = False
-        self._sending: int | None = None
-        self._passed_over: set[bytes] = set()
+        self.sending: frozenset[int] = frozenset()
+        self._passed_over: set[str] = set()  # digests of manifests
         self._work, self._over, self._idle = threading.Event(), threading.Event(), threading.Event()
         self._idle.set()
         self._lock = threading.Lock()  # of the three together
@@ -138,7 +133,7 @@ class Mirror:
             WriterBusy: the mirror holds another run, or another attempt has claimed it since.
         """
         token = read_token(self.folder)
-        run = token.run if token else (None if found.same_run else secrets.token_hex(16))
+        run = token.run if token else secrets.token_hex(16)
         self._claim = partial(self._writer.claim, run, attempt, step, found)
         with contextlib.suppress(MirrorUnreachable, OSError):  # the thread tries again
             self._claim_now()
@@ -150,7 +145,7 @@ class Mirror:
         """The folder has changed: look what is to be sent. Returns at once."""
         if self._thread is not None and not self._over.is_set():
             with self._lock:
-                self._behind_since = self._clock() if self._behind_since is None else self._behind_since
+                self._behind_since = time.monotonic() if self._behind_since is None else self._behind_since
                 self._idle.clear()
                 self._work.set()
 
@@ -174,18 +169,11 @@ class Mirror:
             self._thread.join(timeout=_POLL_S)
             self._thread = None
 
-    @property
-    def sending(self) -> frozenset[int]:
-        """The step that is being sent, which the folder should not prune meanwhile."""
-        step = self._sending  # read once: the thread may change it
-        return frozenset() if step is None else frozenset({step})
-
     def metrics(self) -> dict[str, float]:
-        """The lag and the bytes sent, for a line of metrics."""
+        """The lag, for a line of metrics."""
         if self._thread is None:
             return {}
-        state = self._look()
-        return {"mirror/behind_s": round(state.behind_s, 3), "mirror/sent_bytes": state.sent_bytes}
+        return {"mirror/behind_s": round(self._look().behind_s, 3)}
 
     # In the thread
 
@@ -199,22 +187,22 @@ class Mirror:
             try:
                 self._pass()
                 failures = 0
-            except _ClosedError:
-                return
+            except _GivenUpError:
+                self._work.set()
             except Exception as error:  # noqa: BLE001 - a mirror that stops without a word is worse than none
                 failures += 1
+                what = error.what if isinstance(error, CheckpointError) else str(error)
+                self._change(error=what)
                 if _may_pass(error):
-                    self._wait(error, failures)
+                    self._wait(what, failures)
                 else:
                     self._give_up(error)
 
-    def _wait(self, error: Exception, failures: int) -> None:
+    def _wait(self, what: str, failures: int) -> None:
         if self._over.is_set():
             return
-        what = error.what if isinstance(error, CheckpointError) else str(error)
         if failures == 1:
             logger.warning(f"mirror    {what}; it is tried again, and the training continues")
-        self._change(error=what)
         hurry = self._limiter.hurry  # a flush, or the end, wakes a thread that waits
         (self._over if hurry.is_set() else hurry).wait(backoff_s(failures, hurry=hurry.is_set()))
         self._work.set()
@@ -222,7 +210,6 @@ class Mirror:
     def _give_up(self, error: Exception) -> None:
         known = isinstance(error, CheckpointError)
         logger.error(f"mirror    {error if known else f'the mirror has failed: {type(error).__name__}: {error}'}")
-        self._change(error=error.what if isinstance(error, CheckpointError) else str(error))
         self._over.set()
         self._idle.set()
 
@@ -238,79 +225,59 @@ class Mirror:
         while (found := self._next()) is not None:
             self._send(*found)
         self._commit(self._writer.head)
-        self._sweep()
+        if not self._swept:
+            self._writer.sweep()
+            self._swept = True
         with self._lock:
             caught_up = not self._work.is_set()  # else the folder has changed meanwhile
-            self._behind_since = None if caught_up else self._clock()
+            self._behind_since = None if caught_up else time.monotonic()
             if caught_up:
                 self._idle.set()
         self._warn_at_s = WARN_S
         self._change(error=None)
 
-    def _next(self) -> tuple[int, Path] | None:
-        """Step and folder of the newest commit that the mirror lacks."""
+    def _next(self) -> tuple[int, Path, str] | None:
+        """Step, folder and the manifest's digest of the newest commit that the mirror lacks."""
         for step, folder in committed(self.folder):
             with contextlib.suppress(OSError):  # pruned meanwhile
-                manifest = (folder / MANIFEST).read_bytes()
-                if manifest not in self._passed_over and not self._writer.holds(folder):
-                    return step, folder
+                known = digest([(folder / MANIFEST).read_bytes()])
+                if known not in self._passed_over and not self._writer.head.holds(folder.name, known):
+                    return step, folder, known
         return None
 
-    def _send(self, step: int, folder: Path) -> None:
-        manifest = b""
+    def _send(self, step: int, folder: Path, known: str) -> None:
+        began, self.sending = time.perf_counter(), frozenset({step})
         try:
-            manifest = (folder / MANIFEST).read_bytes()
-            self._sending = step
-            before, began = self._writer.sent_bytes, time.perf_counter()
             entry = self._writer.send_step(folder)
             self._commit(self._writer.head.with_step(entry))
-        except _NewerFirstError:
-            return
-        except (DamagedCheckpoint, FileNotFoundError) as damage:
-            self._passed_over.add(manifest)
+            took = duration(time.perf_counter() - began)
+            logger.info(f"mirror    {folder.name}, {size(entry.nbytes)} sent in {took}")
+        except DamagedCheckpoint as damage:
+            self._passed_over.add(known)
             if folder.is_dir():  # else it was pruned, and a newer one is there
                 logger.warning(f"mirror    {folder.name} is not sent: {damage}")
-            return
         finally:
-            self._sending = None
-        sent, took = size(self._writer.sent_bytes - before), duration(time.perf_counter() - began)
-        logger.info(f"mirror    {folder.name}, {sent} sent in {took}")
+            self.sending = frozenset()
 
     def _commit(self, head: Head) -> None:
-        """Make a head count, with the other files as they are now, and without the steps that are beyond the limit."""
-        files = {name: self._writer.send_file(name, data) for name, data in run_files(self.folder, self.files)}
-        head = replace(head, files=files)
-        self._writer.commit(head.without(self._beyond(head)))
-        self._change(error=None)
+        """Make a head count, with the other files as they are now.
 
-    def _beyond(self, head: Head) -> list[str]:
-        """The names of the steps that go: older than those to be kept, and not in the folder."""
+        Steps beyond the limit leave it once the folder has pruned them.
+        """
+        files = {name: self._writer.send_file(name, data) for name, data in run_files(self.folder, self.files)}
         here = {folder.name for _, folder in committed(self.folder)}
         numbered = [entry.name for entry in head.line if entry.name != FINAL]
-        if self._keep is None or not here:
-            return []
-        return [name for name in numbered[self._keep :] if name not in here]
-
-    def _sweep(self) -> None:
-        """Once: remove what dead writers left, and find what is missing of the steps that count."""
-        if self._swept:
-            return
-        damage = self._writer.sweep()
-        self._swept = True
-        if damage:
-            logger.warning(f"mirror    not whole, set aside there: {'; '.join(damage.values())}")
-            self._writer.commit(self._writer.head.quarantined(damage))
-            self._work.set()  # what the folder still has is sent again
+        beyond = {*numbered[self._keep :]} - here if self._keep is not None and here else ()
+        line = tuple(entry for entry in head.line if entry.name not in beyond)
+        self._writer.commit(replace(head, line=line, files=files))
+        self._change(error=None)
 
     def _pace(self, nbytes: int) -> None:
         """Wait before bytes go, or give up what is being sent."""
-        if self._over.is_set():
-            raise _ClosedError
         self._change()
-        if self._limiter.hurry.is_set() and self._sending is not None:
-            newest = self._next()
-            if newest is not None and newest[0] > self._sending:
-                raise _NewerFirstError
+        newest = self._next() if self.sending and self._limiter.hurry.is_set() else None
+        if self._over.is_set() or (newest is not None and newest[0] > max(self.sending)):
+            raise _GivenUpError
         self._limiter(nbytes)
 
     # The state
@@ -318,9 +285,9 @@ class Mirror:
     def _look(self) -> MirrorState:
         newest = self._writer.head.newest
         since = self._behind_since  # read once: the other thread may change it
-        behind_s = 0.0 if since is None else self._clock() - since
+        behind_s = 0.0 if since is None else time.monotonic() - since
         step = None if newest is None else newest.step
-        return replace(self.state, step=step, behind_s=behind_s, sent_bytes=self._writer.sent_bytes)
+        return replace(self.state, step=step, behind_s=behind_s)
 
     def _change(self, **values: Any) -> None:
         self.state = replace(self._look(), **values)

@@ -13,7 +13,7 @@ from typing import Any
 from ci_llm import objectives
 from ci_llm.base.load import Base, keep
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.cluster.deadline import find_deadline, watch_walltime
+from ci_llm.cluster.deadline import watch_walltime
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
 from ci_llm.core.evaluation_file import Evaluation
@@ -91,7 +91,6 @@ def run_job(
 def meet(config: Config, launch: Launch, interrupts: Interrupts) -> Processes:
     """Join the processes of the run, after everything that one process can refuse alone. A collective."""
     check_folder(config.run_folder)
-    find_deadline(config.max_runtime, None)  # on every process, so that all refuse a deadline that is not a time
     require_installed(config.report_to)
     require_store(config)
     with ends_if_stopped(interrupts, Patience(), config.interrupted_exit_code):

@@ -122,11 +122,10 @@ class ExternalScript:
         self._scaled_keys = self._command.find_scaled_keys(options.scale_with_batch)
 
     def prepare(self) -> list[str]:
-        """Remove the temporary configurations of a supervisor that was killed."""
+        """The configuration, the keys that are unknown, and how the script resumes."""
         lines, config = step_notes(os.environ), self._command.config
         if config is not None:
             lines.append(f"configuration: {config.path}, which stays as it is")
-            lines += [f"removed {path}, left by a supervisor that was killed" for path in config.remove_abandoned()]
         if self._lr_key is None:
             lines.append("no learning rate found: NaN cannot be helped (name its key by --lr-key)")
         if self._batch_key is None:
@@ -157,8 +156,7 @@ class ExternalScript:
     def classify(self, result: AttemptResult) -> Outcome:
         """Classify by exit code, signal, output, and the checkpoints that `--goes-on-from` finds."""
         kind, detail = classify_by_output(result)
-        # A checkpoint that was written before NaN may hold NaN itself: it is not progress.
-        has_saved = kind != "nonfinite" and self._resumption.newest() != self._checkpoint_before
+        has_saved = self._resumption.newest() != self._checkpoint_before
         return Outcome(
             kind,
             detail,

@@ -45,7 +45,7 @@ class Target(Protocol):
         """The effect of the same call after an interruption; the end of a sentence."""
 
     def prepare(self) -> list[str]:
-        """Clear away what a killed supervisor left; return what is supervised, in lines."""
+        """Return what is supervised, in lines."""
 
     def begin_attempt(self) -> tuple[list[str], Mapping[str, str]]:
         """Return the command and the environment of the next attempt. Called once, right before its launch."""

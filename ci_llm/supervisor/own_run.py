@@ -56,7 +56,7 @@ class OwnRun:
         self._recovery = run_folder.read_recovery(self._folder)
         self._status_before: Status | None = None
         self._has_begun = False
-        self._step_before = self._furthest_good = 0
+        self._step_before = 0
         self._last_sign: tuple[int, float] | None = None  # lines of output, and the time of the heartbeat
         self._last_sign_at = 0.0
         self._next_look = 0.0
@@ -66,7 +66,7 @@ class OwnRun:
         return load_config(default_file(), words)
 
     def prepare(self) -> list[str]:
-        """Clear nothing away: the trainer does that itself at its start."""
+        """The folder of the run."""
         return [f"run: {self._folder}"]
 
     def begin_attempt(self) -> tuple[list[str], Mapping[str, str]]:
@@ -135,7 +135,7 @@ class OwnRun:
         return Outcome(
             kind,
             detail,
-            progress=self._newest_step() > self._step_before if good_step is None else self._has_good_step(good_step),
+            progress=self._newest_step() > self._step_before,
             learning_rate=self._highest_rate * self._recovery.lr_factor,
             batch_size=self._micro_batch_size(),
             good_step=good_step,
@@ -182,15 +182,6 @@ class OwnRun:
         steps = CheckpointStore(self._folder).all_steps()
         newest = f"newest checkpoint: step {steps[-1]}" if steps else "no checkpoint yet"
         return [f"{newest} in {self._folder}", UNCHANGED]
-
-    def _has_good_step(self, good_step: int) -> bool:
-        """True if an attempt that ended in non-finite values came further than all before it.
-
-        Its checkpoints do not tell: after a rollback, every attempt writes those before the same NaN again.
-        """
-        furthest = max(self._step_before, self._furthest_good)
-        self._furthest_good = max(furthest, good_step)
-        return good_step > furthest
 
     def _micro_batch_size(self) -> int:
         """The micro-batch size in force. If the trainer has cut it by itself, it is in status.json.

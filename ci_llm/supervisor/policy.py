@@ -34,7 +34,6 @@ class Policy:
         max_retries: attempts after the first one.
         min_learning_rate, min_batch_size: lower bounds of the cuts.
         reduction: divides the learning rate after non-finite values, and the batch size after out of memory.
-        hard_reduction: divides the learning rate instead, once `patience` cuts brought no progress.
         patience: attempts in a row without a change and without progress, after which the supervisor gives up.
         progress_after_s: a script that reports no steps has made progress if it ran for this long.
         first_wait_s, disk_wait_s: the first pause after a crash and after a full disk. Each further one is doubled.
@@ -45,7 +44,6 @@ class Policy:
     min_learning_rate: float = 1e-6
     min_batch_size: int = 1
     reduction: float = 1.5
-    hard_reduction: float = 10.0
     patience: int = 3
     progress_after_s: float = 600.0
     first_wait_s: float = 5.0
@@ -117,7 +115,7 @@ def decide(history: Sequence[Outcome], outcome: Outcome, policy: Policy) -> Deci
             return _give_up(f"all {policy.max_retries} retries are used up")
         # What is changed needs no progress: the cuts end by themselves, at the smallest value.
         case "nonfinite":
-            return _cut_learning_rate(history, outcome, policy)
+            return _cut_learning_rate(outcome, policy)
         case "out_of_memory":
             return _cut_batch(outcome, policy)
         # What is not changed would be launched for ever without progress.
@@ -131,17 +129,16 @@ def _give_up(why: str) -> Decision:
     return Decision("give up", why, exit_code=1)
 
 
-def _cut_learning_rate(history: Sequence[Outcome], outcome: Outcome, policy: Policy) -> Decision:
+def _cut_learning_rate(outcome: Outcome, policy: Policy) -> Decision:
     rate = outcome.learning_rate
     if rate is None:
         return _give_up("non-finite values, and no learning rate is known that could be cut")
     if rate <= policy.min_learning_rate:
         return _give_up(f"non-finite values at {rate:.3g}, and the learning rate may not go below it")
-    reduction = policy.reduction if _cuts_in_vain(history, outcome) < policy.patience else policy.hard_reduction
     return Decision(
         "relaunch",
         "non-finite values",
-        learning_rate=max(rate / reduction, policy.min_learning_rate),
+        learning_rate=max(rate / policy.reduction, policy.min_learning_rate),
         resume_at_most_step=outcome.good_step,
     )
 
@@ -165,19 +162,10 @@ def _relaunch_unchanged(repeats: int, outcome: Outcome, policy: Policy) -> Decis
     return Decision("wait", _WHY[outcome.kind], wait_s=min(first * 2.0**doublings, policy.longest_wait_s))
 
 
-def _cuts_in_vain(history: Sequence[Outcome], outcome: Outcome) -> int:
-    """The number of cuts of the learning rate since the last progress, whatever crashes and kills lie between them."""
-    return max(0, sum(one.kind == "nonfinite" for one in _without_progress(history, outcome)) - 1)
-
-
 def _unchanged_in_vain(history: Sequence[Outcome], outcome: Outcome) -> int:
     """The number of attempts in a row, with this one, that changed nothing and brought no progress; at least 1."""
-    return max(1, len(list(takewhile(lambda one: one.kind in UNCHANGED, _without_progress(history, outcome)))))
-
-
-def _without_progress(history: Sequence[Outcome], outcome: Outcome) -> list[Outcome]:
-    """The attempts in a row without progress, newest first; empty if this one made some."""
-    return list(takewhile(lambda one: not one.progress, (outcome, *reversed(history))))
+    attempts = (outcome, *reversed(history))
+    return max(1, len(list(takewhile(lambda one: one.kind in UNCHANGED and not one.progress, attempts))))
 
 
 _WHY: Final = {

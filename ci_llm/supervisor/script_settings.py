@@ -14,7 +14,6 @@ import contextlib
 import importlib
 import io
 import json
-import math
 import os
 import re
 import shlex
@@ -27,21 +26,17 @@ from typing import Any, Final
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
-from ruamel.yaml.representer import RoundTripRepresenter
 
-from ci_llm.core.durable import locked
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.options import Options
 
-_MARK: Final = "# made by safe_train.py for one attempt; it is removed afterwards\n"
 _SUFFIXES: Final = (".yaml", ".yml")
 
 
 class ConfigFile:
     """The configuration file of a script, and its changed copy, next to it: `<stem>_retry_<n>_<token>.yaml`.
 
-    A copy lives until the next one is made, or until `close`. It is locked as long as its supervisor lives, so that
-    `remove_abandoned` of a later supervisor removes only those that a killed one left.
+    A copy lives until the next one is made, or until `close`. One that a killed supervisor left stays there.
 
     Attributes:
         values: its single values, as text, by dotted key; a file of another kind than YAML and JSON has none.
@@ -72,14 +67,14 @@ class ConfigFile:
 
     def changed(self, new: Mapping[str, float]) -> str:
         """Return the text with new values of known keys, and the comments of the original."""
-        tree = self._tree()
+        tree, numbers = self._tree(), {key: _yaml().load(in_yaml(value)) for key, value in new.items()}
         for dotted, place, key, old in list(_leaves(tree)):
             if dotted in new:
-                place[key] = new[dotted]
+                place[key] = numbers[dotted]
                 is_anchored = hasattr(old, "anchor") and old.anchor.value is not None
                 for _, other, alias, value in list(_leaves(tree)) if is_anchored else ():
                     if value is old:  # its aliases follow
-                        other[alias] = new[dotted]
+                        other[alias] = numbers[dotted]
         if self.path.suffix == ".json":
             return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
         text = io.StringIO()
@@ -100,8 +95,7 @@ class ConfigFile:
             path = folder / Path(name).name  # relative, as the user has written it
             self._copy.callback(path.unlink, missing_ok=True)
             path.chmod(self.path.stat().st_mode & 0o777 | 0o600)  # this process must be able to write it
-            self._copy.enter_context(locked(path, required=False))  # without locks nobody removes it but this one
-            path.write_text(self.changed(new) + ("" if path.suffix == ".json" else _MARK), encoding="utf-8")
+            path.write_text(self.changed(new), encoding="utf-8")
         except OSError as error:
             self.close()
             raise ConfigError(
@@ -111,32 +105,13 @@ class ConfigFile:
             ) from error
         return path
 
-    def remove_abandoned(self) -> list[Path]:
-        """Remove the copies that a killed supervisor left, and return their paths."""
-        name = re.compile(rf"{re.escape(self.path.stem)}_retry_\d+_[0-9a-z_]{{8}}{re.escape(self.path.suffix)}")
-        candidates = (path for path in self.path.parent.iterdir() if name.fullmatch(path.name))
-        return sorted(path for path in candidates if _removed_if_abandoned(path))
-
     def close(self) -> None:
         """Remove the copy."""
         self._copy.close()
 
 
-class _Representer(RoundTripRepresenter):
-    """Writes new numbers as `in_yaml` does."""
-
-
-def _represented(to: RoundTripRepresenter, number: float) -> Any:
-    text = in_yaml(number) if math.isfinite(number) else {"inf": ".inf", "-inf": "-.inf"}.get(str(number), ".nan")
-    return to.represent_scalar("tag:yaml.org,2002:float", text)
-
-
-_Representer.add_representer(float, _represented)
-
-
 def _yaml() -> YAML:
     yaml = YAML()
-    yaml.Representer = _Representer
     yaml.preserve_quotes = yaml.allow_duplicate_keys = True
     yaml.width = sys.maxsize  # no line is folded
     return yaml
@@ -161,15 +136,6 @@ def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
 
 def _flat(tree: Any) -> dict[str, str]:
     return {dotted: str(value) for dotted, _, _, value in _leaves(tree)}
-
-
-def _removed_if_abandoned(path: Path) -> bool:
-    """Remove a copy, known by its last line, whose supervisor does not live any more; return whether it was one."""
-    with contextlib.suppress(OSError), locked(path, wait=False):  # a living supervisor holds it, or there are no locks
-        if path.suffix == ".json" or path.read_text(encoding="utf-8", errors="replace").endswith(_MARK):
-            path.unlink()
-            return True
-    return False
 
 
 def composed(folder: Path, name: str, words: Sequence[str]) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from datetime import datetime
 
 import psutil
 import pytest
@@ -20,7 +19,7 @@ from ci_llm.cluster.deadline import (
     seconds_until_stop,
     upper_quantile,
 )
-from ci_llm.errors import ConfigError
+from ci_llm.cluster.launch import Launch
 from ci_llm.interrupts import Interrupts
 from tools.testbed.events import DEADLINE_S
 
@@ -41,37 +40,20 @@ class Saved:
 # Who names the end
 
 
-def test_the_earliest_deadline_counts_and_names_its_source() -> None:
-    environ = {"CI_LLM_DEADLINE": "700"}
-    assert find_deadline(None, None, environ={}) is None
-    assert find_deadline(None, None, environ=environ) == Deadline(700.0, "CI_LLM_DEADLINE")
-    assert find_deadline(None, 650.0, environ=environ) == Deadline(650.0, "the end of the job")
-    assert find_deadline(60.0, 650.0, environ=environ, started=500.0) == Deadline(560.0, "max_runtime")
+def test_the_earlier_deadline_counts_and_names_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = Launch("python", called_at=500.0)
+    assert find_deadline(None, called) is None
+    assert find_deadline(60.0, called) == Deadline(560.0, "max_runtime")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert find_deadline(None, called, lambda job: 550.0) == Deadline(550.0, "the end of the job")
+    assert find_deadline(60.0, called, lambda job: 550.0) == Deadline(550.0, "the end of the job")
+    assert find_deadline(60.0, called, lambda job: 650.0) == Deadline(560.0, "max_runtime")
 
 
 def test_max_runtime_counts_from_the_start_of_the_process() -> None:
-    found = find_deadline(3600.0, None, environ={})
+    found = find_deadline(3600.0, Launch("python"))
     assert found is not None
     assert found.at - 3600 == psutil.Process().create_time()
-
-
-def test_a_deadline_may_be_a_local_time_or_one_with_a_zone() -> None:
-    local = datetime(2031, 5, 6, 7, 8, 9)
-    for text, expected in {
-        "2031-05-06T07:08:09": local.timestamp(),
-        "2031-05-06 07:08:09": local.timestamp(),
-        "1970-01-01T00:01:00+00:00": 60.0,
-        "12.5": 12.5,
-    }.items():
-        found = find_deadline(None, None, environ={"CI_LLM_DEADLINE": text})
-        assert found is not None
-        assert found.at == expected
-
-
-@pytest.mark.parametrize("text", ["soon", "1e9e", "-5", "nan", "24:00:00", "1795000000000"])
-def test_a_deadline_that_is_not_a_time_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not a time"):
-        find_deadline(None, None, environ={"CI_LLM_DEADLINE": text})
 
 
 # What is needed

@@ -17,7 +17,6 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from ci_llm.cluster.launch import Launch, read_launch
-from ci_llm.core.run_status import pid_space
 from ci_llm.distributed import processes as process_group
 from ci_llm.distributed import processes as processes_module
 from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
@@ -130,22 +129,6 @@ def test_accelerate_that_starts_one_process_for_four_and_dies_of_a_signal(tmp_pa
     assert "asked for 4 processes, running 1" in asked_for
 
 
-@pytest.mark.slow
-def test_two_runs_of_one_launcher_in_one_folder_are_refused(server: ForkServer, tmp_path: Path) -> None:
-    (tmp_path / "first").mkdir()
-    with Child.forked(server, world.trial, folder=str(tmp_path / "first"), then="wait") as first:
-        first.read_until("waiting")
-        (tmp_path / "second").mkdir()
-        (tmp_path / "second" / "shared").symlink_to(tmp_path / "first" / "shared")
-        with Child.forked(server, world.trial, folder=str(tmp_path / "second")) as second:
-            run_all([second])
-    (refused,) = told(tmp_path / "second", 1)
-    assert (
-        "another process that the same launcher or shell has started trains in this folder already"
-        in refused["same folder"]
-    )
-
-
 # In this process
 
 
@@ -169,22 +152,6 @@ class TestAlone:
         processes.require_same_folder(tmp_path / "run")
         processes.require_same_folder(tmp_path / "run")
         assert processes.shutdown()
-
-    def test_tokens_of_dead_processes_are_removed_and_those_of_other_launchers_ignored(self, tmp_path: Path) -> None:
-        with Child.python("") as child:
-            child.wait()
-            dead = {"pid": child.pid, "parent": os.getppid(), "pid_space": pid_space()}
-            elsewhere = {"pid": os.getppid(), "parent": os.getppid(), "pid_space": "another machine"}
-            earlier = {"pid": os.getppid(), "parent": 1, "pid_space": pid_space()}
-            for name, value in {"dead": dead, "elsewhere": elsewhere, "earlier": earlier}.items():
-                (tmp_path / f".launch-{name}.json").write_text(json.dumps(value))
-            processes = alone()
-            processes.require_same_folder(tmp_path)
-            processes.shutdown()
-        assert {path.name for path in tmp_path.iterdir()} == {
-            ".launch-elsewhere.json",
-            ".launch-earlier.json",
-        }
 
     @pytest.mark.parametrize("key", ["mixed_precision", "model_dtype"])
     def test_fp16_on_a_cpu_is_refused(self, key: str) -> None:

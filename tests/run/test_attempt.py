@@ -123,7 +123,7 @@ def test_the_command_is_the_launchers_after_the_launcher_has_ended(monkeypatch: 
         ("callback", None, 5.0, False),
         ("walltime", "max_runtime", 5.0, False),
         ("walltime", "max_runtime", None, True),  # the process is the run, which is to be over then
-        ("walltime", "CI_LLM_DEADLINE", 5.0, True),
+        ("walltime", "the end of the job", 5.0, True),
         ("signal:SIGTERM", "max_runtime", 5.0, True),
     ],
 )

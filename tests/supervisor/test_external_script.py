@@ -333,37 +333,6 @@ def test_nothing_survives_a_kill_of_the_shim(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_leftovers_of_a_killed_supervisor_are_removed_and_those_of_a_living_one_stay(folder: Path) -> None:
-    (folder / "waits.py").write_text(
-        "import signal, sys\nname = sys.argv[sys.argv.index('--config-name') + 1]\n"
-        "if name == 'config':\n    print('Loss=nan', flush=True)\nelse:\n    print('ready', name, flush=True)\n"
-        "    signal.pause()\n"
-    )
-    mine = folder / "configs" / "config_retry_1_0123abcd.yaml"
-    mine.write_text("a file of the user: 1\n")
-    with (
-        Terminal("--train-script", "waits.py", cwd=folder) as killed,
-        Terminal("--train-script", "waits.py", cwd=folder) as living,
-    ):
-        for terminal in (killed, living):
-            terminal.read_until("ready config_retry_1_")
-        temporary = set(os.listdir(folder / "configs")) - {"config.yaml", mine.name}
-        assert len(temporary) == 2
-        processes = killed.descendants()
-        killed.signal(signal.SIGKILL)
-        killed.wait()
-        assert_gone(processes)
-        with Terminal("--train-script", SCRIPTS / "talks.py", cwd=folder) as later:
-            assert later.wait() == 0
-        left = set(os.listdir(folder / "configs")) - {"config.yaml", mine.name}
-        assert len(left) == 1
-        assert left < temporary
-        living.signal(signal.SIGTERM)
-        assert living.wait() == 75
-    assert sorted(os.listdir(folder / "configs")) == ["config.yaml", mine.name]
-
-
-@pytest.mark.slow
 def test_a_reader_that_goes_away_does_not_stop_the_training(folder: Path) -> None:
     (folder / "long.py").write_text("for step in range(20000): print('step', step)\nopen('done', 'w').close()\n")
     command = f"{sys.executable} {SCRIPTS.parents[2] / 'safe_train.py'} --train-script long.py | head -n 1"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -244,28 +243,6 @@ def test_checkpoints_from_before_a_rollback_are_not_progress(tmp_path: Path, mon
     assert not run.classify(AttemptResult(Evidence(), returncode=1)).progress
     tell(tmp_path, status="failed", reason="nonfinite", attempt=2)
     assert run.classify(AttemptResult(Evidence(), returncode=1)).progress
-
-
-def test_the_same_nan_after_a_rollback_is_not_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each attempt writes its first checkpoints again: the learning rate was never divided by 10."""
-    (tmp_path / "run").mkdir()
-    monkeypatch.chdir(tmp_path)
-    run = own_run.OwnRun(["true"], ["output_dir=run", "learning_rate=1.0"])
-    outcomes, rates, bad_steps = list[Outcome](), list[float](), [58, 58, 58, 58, 58, 66, 66]
-    for attempt, bad_step in enumerate(bad_steps, 1):
-        run.begin_attempt()
-        shutil.rmtree(tmp_path / "run/checkpoint_step_6", ignore_errors=True)  # set aside by the rollback
-        checkpoint(tmp_path, 6)
-        tell(tmp_path, status="failed", reason="nonfinite", attempt=attempt)
-        write_failure(tmp_path / "run", attempt, 0, Failure("nonfinite", "as planned", 0, 1.0, step=bad_step))
-        outcome = run.classify(AttemptResult(Evidence(), returncode=1))
-        decision = decide(outcomes, outcome, Policy())
-        assert decision.resume_at_most_step == bad_step - 50
-        run.adjust(decision, attempt)
-        outcomes.append(outcome)
-        rates.append(round(1 / run._recovery.lr_factor * 100) / 100)
-    assert [outcome.progress for outcome in outcomes] == [True, *[False] * 4, True, False]
-    assert rates == [1.5, 2.25, 3.38, 5.06, 50.62, 75.94, 113.91]
 
 
 def test_a_kill_in_an_evaluation_does_not_cut_the_batch_of_the_training(

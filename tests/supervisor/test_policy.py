@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,28 +48,6 @@ def test_nonfinite_cuts_the_learning_rate_and_nothing_else() -> None:
     assert decision.action == "relaunch"
     assert decision.learning_rate == pytest.approx(2e-4 / 1.5)
     assert (decision.batch_size, decision.resume_at_most_step, decision.wait_s) == (None, None, 0)
-
-
-def test_cuts_get_harder_after_three_without_progress() -> None:
-    rates, history = [1e-1], []
-    while (decision := decide(history, Outcome("nonfinite", learning_rate=rates[-1]), Policy())).learning_rate:
-        history.append(Outcome("nonfinite", learning_rate=rates[-1]))
-        rates.append(decision.learning_rate)
-    assert [f"{rate:.3g}" for rate in rates] == [
-        "0.1",
-        "0.0667",
-        "0.0444",
-        "0.0296",
-        *["0.00296", "0.000296", "2.96e-05", "2.96e-06", "1e-06"],
-    ]
-    history[-1] = replace(history[-1], progress=True)
-    assert decide(history, Outcome("nonfinite", learning_rate=3e-3), Policy()).learning_rate == 2e-3
-
-
-@pytest.mark.parametrize("between", ["crashed", "killed", "disk_full", "out_of_memory"])
-def test_other_failures_between_two_cuts_do_not_count_against_them(between: Kind) -> None:
-    assert after("nonfinite", "nonfinite", between, "nonfinite", between, "nonfinite").learning_rate == 2e-5
-    assert after("nonfinite", between, "nonfinite", "nonfinite").learning_rate == pytest.approx(2e-4 / 1.5)
 
 
 def test_nonfinite_goes_back_where_a_run_can() -> None:

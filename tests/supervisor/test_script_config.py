@@ -134,17 +134,6 @@ def test_a_copy_lives_until_the_next_one_with_the_permissions_of_the_original(tm
     assert os.listdir(tmp_path) == ["config.yaml"]
 
 
-def test_only_a_marked_copy_without_an_owner_is_removed(tmp_path: Path) -> None:
-    original = write(tmp_path, "a: 1")
-    config = ConfigFile(original)
-    held = config.copy(1, {"a": 2})
-    abandoned = write(tmp_path, held.read_text(), "config_retry_3_00aa11bb.yaml")
-    users = write(tmp_path, "a: 1\n", "config_retry_4_00aa11bb.yaml")
-    others = write(tmp_path, held.read_text(), "other_retry_3_00aa11bb.yaml")
-    assert ConfigFile(original).remove_abandoned() == [abandoned]
-    assert {path.name for path in tmp_path.iterdir()} == {original.name, held.name, users.name, others.name}
-
-
 # What Hydra composes
 
 

@@ -41,7 +41,7 @@ MOMENTS = {"mid epoch 0": 3, "boundary": 5, "mid epoch 1": 8}
 LOST_STEPS = 2  # taken after the checkpoint and before the kill: taken again by the next attempt
 WITNESSED = "witnessed: step"
 BY_THE_CLOCK = {"attempt", "slurm_restarts", "time", "tokens_per_s", "step_time_s"}
-BY_THE_CLOCK |= {"mirror/behind_s", "mirror/sent_bytes", "memory/resident_bytes", "memory/cuda_peak_bytes"}
+BY_THE_CLOCK |= {"mirror/behind_s", "memory/resident_bytes", "memory/cuda_peak_bytes"}
 DEFAULTS = ("no", "none", "null", "adamw")  # words that leave something out
 
 
