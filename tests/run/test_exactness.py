@@ -58,13 +58,8 @@ SAMPLE = [ONE_PROCESS[0], ONE_PROCESS[13], ONE_PROCESS[19], *OTHER_MATHS[3:7], T
 # Killed
 
 
-@pytest.mark.parametrize("cell", sampled([*ONE_PROCESS, *OTHER_MATHS], SAMPLE), ids=str)
+@pytest.mark.parametrize("cell", sampled([*ONE_PROCESS, *OTHER_MATHS, *TWO_PROCESSES], SAMPLE), ids=str)
 def test_killed_and_resumed(trials: Trials, cell: Cell) -> None:
-    assert not differences(trials.reference(cell), trials.killed(cell))
-
-
-@pytest.mark.parametrize("cell", sampled(TWO_PROCESSES, SAMPLE), ids=str)
-def test_two_processes_killed_and_resumed(trials: Trials, cell: Cell) -> None:
     assert not differences(trials.reference(cell), trials.killed(cell))
 
 
