@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ci_llm._version import __version__
 from ci_llm.cli.command import help_of, print_line, take_dry_run
-from ci_llm.cluster.launch import STARTED, Launch, accelerate_settings, exit_code_after_stop, read_launch
+from ci_llm.cluster.launch import STARTED, Launch, accelerate_settings, read_launch
 from ci_llm.cluster.starter import processes_to_start, start_again, tell, without_options
 from ci_llm.core.help import ALL, REST, asked_help
 from ci_llm.core.imports import importing
@@ -199,14 +199,14 @@ def _train_sweep(reading: SweepReading, interrupts: Interrupts, launch: Launch) 
         return 0
     runner = SweepRunner(reading, interrupts, launch, print_line)
     try:
-        found, stop = runner.run()
+        found, code = runner.run()
     except (KeyboardInterrupt, AllTrialsFailed):
         if launch.is_main_process and (known := known_sweep(reading)) is not None:
             _show(known, launch.arguments)
         raise
     if launch.is_main_process:
         _show(found, launch.arguments)
-    return exit_code_after_stop(stop, reading.config.interrupted_exit_code) if stop else 0
+    return code
 
 
 def _dry_run_sweep(reading: SweepReading, interrupts: Interrupts, launch: Launch, *, debug: bool) -> int:
