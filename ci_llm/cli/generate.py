@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ci_llm.cli import asking
 from ci_llm.cli.command import at_least, parser_of, probability
 from ci_llm.core.imports import importing
-from ci_llm.errors import ConfigError
 
 if TYPE_CHECKING:
     from ci_llm.crowd.asking import Answer
@@ -39,10 +37,7 @@ def generate(words: Sequence[str]) -> int:
     option("--batch-size", type=at_least(1), default=16, metavar="N", help="prompts answered at a time (16)")
     option("--agents", action="store_true", help="also show what each agent answers alone")
     option("--json", action="store_true", help="one JSON object per prompt, a line each")
-    option("--tokens", action="store_true", help="with --json: how sure the crowd is of every token")
     call = parser.parse_args(words)
-    if call.tokens and not call.json:
-        raise ConfigError("--tokens shows nothing without --json", where="command line", hint="add --json")
     call.run = asking.find_run(call.run, call.base_model)
     prompts = asking.texts_of(call, call.prompts, "prompt")
     with importing():
@@ -53,7 +48,7 @@ def generate(words: Sequence[str]) -> int:
     found = answers(crowd, prompts, options, call.batch_size, include_agents=is_shown)
     for number, answer in enumerate(found):
         if call.json:
-            print(_as_json(answer, tokens=call.tokens), flush=True)
+            print(_as_json(answer), flush=True)
         elif not is_shown:
             print("" if answer.abstained else answer.answer, flush=True)
         else:
@@ -64,10 +59,9 @@ def generate(words: Sequence[str]) -> int:
     return 0
 
 
-def _as_json(answer: Answer, *, tokens: bool) -> str:
+def _as_json(answer: Answer) -> str:
     fields = asdict(answer)
-    if not tokens:
-        del fields["tokens"]
+    del fields["tokens"]  # many, and for programs that ask in Python
     return json.dumps({name: fields.pop(name) for name in _FIRST} | fields)
 
 
