@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ci_llm.cli.asking import note_if_offline
 from ci_llm.cli.command import add_verb, parser_of, print_result, run_verb
 from ci_llm.core.quantities import count
 from ci_llm.errors import BadInput, DamagedCheckpoint
@@ -265,10 +266,8 @@ def _prune(call: argparse.Namespace) -> int:
 
 
 def _import(call: argparse.Namespace) -> int:
-    from ci_llm.core.remote import go_offline_if_unreachable
-
     if call.base_model:
-        go_offline_if_unreachable(call.base_model)
+        note_if_offline(call.base_model)
     from ci_llm.base.load import short_name
     from ci_llm.crowd.importing import import_crowd
 
