@@ -166,6 +166,7 @@ def _show_trials(folder: Path, board: Leaderboard, *, is_alone: bool, as_json: b
 
 
 _POLL_S: Final = 0.1
+_PATIENCE_S: Final = 30.0  # with a running job, which answers after the step under way
 
 
 def agents(words: Sequence[str]) -> int:
@@ -183,9 +184,6 @@ def agents(words: Sequence[str]) -> int:
     stopping = add_verb(verbs, "stop", _stop, does, "ci-llm agents stop ci_llm_output 1", more)
     stopping.add_argument("run", type=Path, metavar="RUN", help="the output_dir of the run")
     stopping.add_argument("agent", type=agent_number, metavar="K", help="the number of the agent, or agentK")
-    stopping.add_argument(
-        "--wait", type=float, default=30.0, metavar="S", help="seconds to wait for the answer of a running job (30)"
-    )
     return run_verb(parser, words)
 
 
@@ -201,7 +199,7 @@ def _stop(call: argparse.Namespace) -> int:
         )
     request = ask(call.run, call.agent)
     is_running = status.status == "running"
-    decided = _decided(call.run, request, call.wait if is_running else 0.0)
+    decided = _decided(call.run, request, _PATIENCE_S if is_running else 0.0)
     told = None if decided is None else {"step": decided.step, "refused": decided.refused}
     if decided is None:
         when = "after the step under way" if is_running else "after its first step, once it resumes"
