@@ -256,7 +256,7 @@ def test_from_another_folder_the_supervisor_starts_the_project_s_trainer(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     training = supervise._target(parse_options(["experiment_name=a"]))
-    assert training.begin_attempt()[0] == [sys.executable, str(ROOT / "train.py"), "experiment_name=a"]
+    assert training.begin_attempt()[0] == [sys.executable, "-m", "ci_llm", "train", "experiment_name=a"]
     with pytest.raises(ConfigError, match="no such training script"):
         supervise._target(parse_options(["--lr-key", "lr"]))  # meant for another script, which is not there
     (tmp_path / "train.py").write_text("from ci_llm.cli.main import run_script")
