@@ -130,8 +130,8 @@ def compare_runs(words: Sequence[str]) -> int:
     )
     add_json(parser, "; of a sweep its sweep.json")
     call = parser.parse_args(words)
-    from ci_llm.report.compare import LETTERS, as_json, as_text, head
-    from ci_llm.report.facts import RunFacts, run_folder
+    from ci_llm.report.compare import LETTERS, as_json, as_text
+    from ci_llm.report.facts import RunFacts
     from ci_llm.report.scores import read_trials
 
     for path in call.runs:
@@ -140,11 +140,7 @@ def compare_runs(words: Sequence[str]) -> int:
     if not 2 <= len(call.runs) <= len(LETTERS):
         what = f"a comparison takes 2 to {len(LETTERS)} runs, not {len(call.runs)}"
         raise ConfigError(what, where="command line", hint="ci-llm compare RUN RUN ...")
-    folders = [run_folder(path) for path in call.runs]
-    if not call.json:
-        for letter, folder in zip(LETTERS, folders, strict=False):
-            print(head(letter, folder, read_status(folder)), flush=True)
-    runs = [RunFacts(folder) for folder in folders]
+    runs = [RunFacts(path) for path in call.runs]
     print_result(call.json, as_json(runs), *as_text(runs))
     return 0
 
