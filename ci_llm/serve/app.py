@@ -321,9 +321,7 @@ def of_run(crowd: Crowd, options: Options) -> Service:
             hint="ci-llm generate and ci-llm chat take it; or serve an exported agent by another server",
         )
     prompter, limit = prompter_of(crowd), min(num_positions(crowd.model), _CONTEXT)
-    defaults = Own(minimum_confidence=options.minimum_confidence)
-    reason = uncalibrated(crowd.calibration, "probability") if defaults != Own() else None
-    if reason:
+    if options.minimum_confidence is not None and (reason := uncalibrated(crowd.calibration, "probability")):
         hint = "ci-llm evaluate RUN --split validation --calibrate"
         raise BadInput(reason, where="--minimum-confidence", hint=hint)
     if options.name in crowd.names:
@@ -337,7 +335,7 @@ def of_run(crowd: Crowd, options: Options) -> Service:
         ends=ends_of_answers(crowd),
         choices=options.slots + options.queue,
         calibration=crowd.calibration,
-        defaults=defaults,
+        defaults=Own(minimum_confidence=options.minimum_confidence),
     )
     metrics = Metrics(options.name)
     engine = Engine(crowd, options.slots, options.queue, metrics)
