@@ -35,23 +35,17 @@ def status(words: list[str]) -> int:
     if asked_help(words):
         print(help_of("status"))
         return 0
-    from ci_llm.report.status import look_at
+    return _tell(named_run([word for word in words if word not in ("--debug", "--json")]), as_json="--json" in words)
 
-    as_json = "--json" in words
-    folder = named_run([word for word in words if word not in ("--debug", "--json")])
+
+def _tell(folder: Path, *, as_json: bool) -> int:
+    """Print the state of a run; returns the exit code."""
+    from ci_llm.report.status import lines, look_at
+
     _LOGGER.debug("reads %s", Path(folder, "status.json").absolute())
     found = look_at(folder)
-    print_result(as_json, found.record(), *_told(found))
+    print_result(as_json, found.record(), *lines(found))
     return found.status.exit_code
-
-
-def _told(found: Reading) -> list[str]:
-    """All lines about a run; scripts may read the first."""
-    from ci_llm.report.status import lines
-
-    run, reason = found.status, f" ({found.status.reason})" if found.status.reason else ""
-    head = f"{run.status}{reason}: step {run.step}, attempt {run.attempt}, process {run.pid} on {run.host}"
-    return [head, *lines(found)]
 
 
 def named_run(words: list[str]) -> Path:
@@ -73,7 +67,7 @@ def watch(words: list[str]) -> int:
     given = parser.parse_args(words)
     folder = Path(given.run) if given.run else named_run([])
     if not sys.stdout.isatty():
-        return status([str(folder)])
+        return _tell(folder, as_json=False)
     from rich.live import Live
     from rich.text import Text
 
@@ -89,13 +83,13 @@ def watch(words: list[str]) -> int:
 
 def look_again(folder: Path) -> tuple[Reading | None, list[str]]:
     """The run as it is now, and the lines about it; None while no run can be read, which may begin later."""
-    from ci_llm.report.status import look_at
+    from ci_llm.report.status import lines, look_at
 
     try:
         found = look_at(folder)
     except (BadInput, OSError) as error:
         return None, [str(error) if (folder / "status.json").exists() else "no run has begun here yet"]
-    return found, _told(found)
+    return found, lines(found)
 
 
 def report_run(words: Sequence[str]) -> int:

@@ -202,12 +202,13 @@ def _known(value: Any) -> Any:
 
 
 def lines(reading: Reading) -> list[str]:
-    """The lines of `ci-llm status` below the first one: everything that is known of a run."""
+    """The lines of `ci-llm status`: everything that is known of a run. Scripts may read the first."""
     return [line for line in _told(reading) if line]
 
 
 def _told(reading: Reading) -> Iterator[str]:
-    run = reading.status
+    run, reason = reading.status, f" ({reading.status.reason})" if reading.status.reason else ""
+    yield f"{run.status}{reason}: step {run.step}, attempt {run.attempt}, process {run.pid} on {run.host}"
     moving = [speed(reading), time_left(reading)] if reading.is_running else []
     yield ", ".join(filter(None, [progress(reading), *moving]))
     yield f"{run.agent_steps:,} agent-steps" if run.agent_steps else ""
