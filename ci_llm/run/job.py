@@ -314,8 +314,7 @@ def _open(trainer: Trainer, attempt: Attempt) -> None:
     attempt.log.open(attempt.number, still_held=attempt.manager.store.holds_lease)
     last = readable_status(config.run_folder) if processes.is_main_process else None
     trainer.evaluator.at_most = processes.broadcast_object(last.evaluation_at_most if last else None)
-    earlier = last if step else None
-    known = (earlier.first_loss, earlier.warning) if earlier else ()
+    known = (last.first_loss, last.warning) if last and step else ()
     trainer.learning = Learning(trainer.state.names, trainer.total_steps, *known)
     attempt.status.update(
         total_steps=trainer.total_steps,
