@@ -184,8 +184,9 @@ class Service:
         given = await _json(request)
         self._served.require_few(given)
         body = checked(kind, given)
-        read = partial(asyncio.get_running_loop().run_in_executor, self._reader, ids_of)
-        prompts = [await read(prompt, self._served) for prompt in prompts_of(body, self._served)]
+        served, loop = self._served, asyncio.get_running_loop()
+        asked = prompts_of(body, served)
+        prompts = [await loop.run_in_executor(self._reader, ids_of, prompt, served) for prompt in asked]
         call = call_of(body, prompts, self._served)
         groups = jobs_of(call)
         jobs = [*dict.fromkeys(job for group in groups for job in group)]

@@ -234,7 +234,7 @@ def status(folder: Path, state: Any, step: int) -> None:
     (folder / "status.json").write_text(json.dumps(asdict(made)))
 
 
-def test_a_run_without_a_checkpoint_says_which_command_tells_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_checkpoint_names_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status(tmp_path, "running", 12)
     told = refused(capsys, tmp_path, "hello")
     assert "this run has not saved a checkpoint yet" in told
