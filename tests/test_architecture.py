@@ -284,7 +284,7 @@ CAPS = {
     "config": 2239,
     "core": 1503,
     "crowd": 4778,
-    "data": 3288,
+    "data": 3297,
     "distributed": 651,
     "dry_run": 791,
     "embedded": 156,
