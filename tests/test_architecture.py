@@ -297,7 +297,7 @@ CAPS = {
     "objectives": 575,
     "report": 1006,
     "run": 4998,
-    "serve": 1380,
+    "serve": 1369,
     "supervisor": 1710,
     "sweep": 845,
 }
