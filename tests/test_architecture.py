@@ -407,7 +407,6 @@ LIGHT = (
     "ci_llm.report.page",
     "ci_llm.report.compare",
     "ci_llm.report.status",
-    "ci_llm.report.watch",
     "ci_llm.cli.main",
     *(f"ci_llm.supervisor.{path.stem}" for path in sorted(PACKAGE.glob("supervisor/[!_]*.py"))),
 )
