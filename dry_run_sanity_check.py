@@ -2,7 +2,7 @@
 
 import sys
 
-from ci_llm.cli.entry import run_command
+from ci_llm.cli.main import run_script
 
 if __name__ == "__main__":
-    sys.exit(run_command("main", ["check", *sys.argv[1:]]))
+    sys.exit(run_script(["check", *sys.argv[1:]]))

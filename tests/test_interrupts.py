@@ -422,10 +422,10 @@ with Interrupts(announce=lambda line: None) as interrupts:
 
 ON_THE_WAY_OUT = """
 import atexit, sys
-from ci_llm.cli.entry import run_command
+from ci_llm.cli.main import run_script
 
 atexit.register(lambda: (print("on the way out"), input()))
-sys.exit(run_command("main", ["train", "num_agent=3"]))
+sys.exit(run_script(["train", "num_agent=3"]))
 """
 
 

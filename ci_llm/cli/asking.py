@@ -16,14 +16,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from ci_llm.cli.command import at_least, probability
+from ci_llm.cli.command import at_least, probability, whole_checkpoint
 from ci_llm.core.imports import importing, plugin_names
 from ci_llm.core.quantities import count
-from ci_llm.core.run_folder import SWEEP
-from ci_llm.errors import BadInput, ConfigError, DamagedCheckpoint, ModelError
+from ci_llm.errors import BadInput, ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from ci_llm.core.run_status import Status
     from ci_llm.crowd.asking import Answer
     from ci_llm.crowd.crowd import Crowd
 
@@ -146,79 +144,52 @@ def find_run(path: str, base_model: str | None, *, takes_base: bool = True) -> s
         BadInput: there is no such folder, it holds no crowd, or its run has no checkpoint yet.
         CheckpointError: no checkpoint of the mirror verifies.
     """
-    from ci_llm.checkpoints.layout import committed
-    from ci_llm.core.remote import OFFLINE, go_offline_if_unreachable, is_url, may_be_on_hub, may_be_repository
-    from ci_llm.core.run_status import last_status, read_status
+    from ci_llm.core.remote import is_url, may_be_repository
     from ci_llm.crowd.given_path import is_base, require_checkpoint
 
     if is_url(path):
         from ci_llm.mirror.filling import local_copy
 
         path = str(local_copy(path, "RUN", final_first=True))
-    if reason := go_offline_if_unreachable(path):
-        note(f"the hub is unreachable: {OFFLINE} is set, and only its local cache is used ({reason})")
-    if may_be_repository(path):
+    note_if_offline(path)
+    if may_be_repository(path) or (takes_base and is_base(path)):
         return path
-    place = Path(path)
-    if not place.is_dir():
-        named = may_be_on_hub(path) or path == "embedded" or path.lower().endswith(".gguf")
-        if takes_base and named and is_base(path):
-            return path
-        hint = "give the output_dir of a run, a checkpoint such as RUN/final_checkpoint, or a hub id"
-        hint += "; or a base: its folder, hub id or GGUF file" if takes_base else ""
-        raise BadInput("there is no such folder", where=path, hint=hint)
-    if not committed(place) and last_status(path) is not None and not (place / SWEEP).is_file():
-        status = read_status(path)
-        hint = "wait for its first one" if status.status == "running" else status.next_command or "train it again"
-        raise BadInput(f"{_how_it_stands(status)}, and has no checkpoint", where=path, hint=hint)
-    if not (takes_base and is_base(path)):
-        require_checkpoint(place, path)
-    go_offline_if_base_unreachable(path, base_model)
+    folder = require_checkpoint(Path(path), path, final_first=True)
+    note_if_offline(base_model or _base_of(folder))
     return path
 
 
 def open_run(path: str, base_model: str | None) -> tuple[Crowd, list[str]]:
     """The crowd of a run or a checkpoint, and its agents' names for people; notes go to stderr.
 
-    A base alone is a crowd without names. A run has several checkpoints: the final one is taken, or the newest one that
-    is whole, as by a resume. Nothing is moved.
+    A base alone is a crowd without names. Of a run the final checkpoint is taken, or the newest one.
 
     Raises:
-        BadInput: there is no checkpoint, all are damaged, or the base is not found.
+        BadInput: there is no checkpoint, it is damaged, or the base is not found.
     """
-    from ci_llm.checkpoints.layout import committed
     from ci_llm.core.remote import may_be_repository
     from ci_llm.crowd.given_path import is_base, require_checkpoint
 
-    folders: list[Path | str] = [path]
+    folder: Path | str = path
     alone = is_base(path)
     if not alone and not may_be_repository(path):
-        first = require_checkpoint(Path(path), path, final_first=True)
-        folders = [first, *(folder for _, folder in committed(Path(path)) if folder != first)]
+        folder = require_checkpoint(Path(path), path, final_first=True)
     if sys.stderr.isatty():
-        note(f"{folders[0]}: loading...")
+        note(f"{folder}: loading...")
     with importing():
         from ci_llm.crowd.crowd import Crowd
         from ci_llm.crowd.pretrained import given_names, open_base, open_pretrained
     if alone:
         return Crowd.of(open_base(path)), []
-    damages: list[DamagedCheckpoint] = []
-    for folder in folders:
-        try:
+    try:
+        with whole_checkpoint(path):
             saved = open_pretrained(folder, base_model=base_model)
-        except DamagedCheckpoint as error:
-            damages.append(error)
-            continue
-        except ModelError as error:
-            hint = "--base-model NAME: a folder with the base, or a hub id that can be reached"
-            raise BadInput(error.what, where=f"{folder}, {error.where}", hint=hint) from error
-        if damages:
-            note(f"{damages[0].what}; {Path(folder).name} answers in its place")
-        if isinstance(folder, Path):
-            _note_if_unfinished(folder)
-        return Crowd.of(saved), given_names(saved.meta)
-    hint = f"ci-llm checkpoints verify {folders[0]} checks it whole; ci-llm checkpoints list shows the others"
-    raise BadInput(damages[0].what, where=str(folders[0]), hint=hint) from damages[0]
+    except ModelError as error:
+        hint = "--base-model NAME: a folder with the base, or a hub id that can be reached"
+        raise BadInput(error.what, where=f"{folder}, {error.where}", hint=hint) from error
+    if isinstance(folder, Path):
+        _note_if_unfinished(folder)
+    return Crowd.of(saved), given_names(saved.meta)
 
 
 def lines_of(stream: TextIO) -> Iterator[str]:
@@ -243,32 +214,30 @@ def note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def note_if_offline(name: str) -> None:
+    """Use only the local cache if `name` may be on the hub and the hub is unreachable, and say so."""
+    from ci_llm.core.remote import offline_note
+
+    if told := offline_note([name]):
+        note(f"the hub is {told}")
+
+
 def _note_if_unfinished(folder: Path) -> None:
     """Print a note if the run of this checkpoint is not complete: the answers are those of an early crowd."""
     from ci_llm.core.run_status import last_status, read_status
 
-    if last_status(folder.parent) is not None:
-        status = read_status(folder.parent)
-        if status.status != "completed":
-            note(f"{_how_it_stands(status)}; {folder.name} answers")
+    if last_status(folder.parent) is not None and (status := read_status(folder.parent)).status != "completed":
+        verb = "has" if status.status == "vanished" else "is"
+        note(f"the run {verb} {status.status} at step {status.step}; {folder.name} answers")
 
 
-def _how_it_stands(status: Status) -> str:
-    return f"the run {'has' if status.status == 'vanished' else 'is'} {status.status} at step {status.step}"
+def _base_of(folder: Path) -> str:
+    """The base that a checkpoint names; empty if it does not tell, and then opening it says what is wrong."""
+    from ci_llm.crowd.given_path import META_FILE
 
-
-def go_offline_if_base_unreachable(run: str, base_model: str | None) -> None:
-    """Use only the local cache if the hub is unreachable and the base of this run may be there; says so on stderr."""
-    from ci_llm.checkpoints.layout import FINAL, committed
-    from ci_llm.core.remote import go_offline_if_unreachable
-
-    path = Path(run)
-    for folder in (path, path / FINAL, *(folder for _, folder in committed(path))):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # opening it will say what is wrong
-            meta = json.loads((folder / "ci_llm_meta_config.json").read_text(encoding="utf-8"))
-            if reason := go_offline_if_unreachable(base_model or str(meta["base_model_name_or_path"])):
-                note(f"the hub is unreachable, only its local cache is used ({reason})")
-            return
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        return str(json.loads((folder / META_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    return ""
 
 
 def shortened(prompt: Any, most: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +23,7 @@ _HELP: Final = """/agents      what each agent answers alone to the last message
 /reset       forget the conversation
 /help        this list
 /quit        leave, as Ctrl-D does; Ctrl-C stops an answer"""
-
-
-class _LeaveError(Exception):
-    """The user leaves."""
+_QUIT: Final = "/quit"
 
 
 def chat(words: Sequence[str]) -> int:
@@ -49,9 +47,9 @@ def chat(words: Sequence[str]) -> int:
     asking.note(f"{who}.\n{conversation.kind}")
     if at_terminal:
         asking.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves.")
-    with contextlib.suppress(_LeaveError):
-        for line in _typed_lines() if at_terminal else asking.lines_of(sys.stdin):
-            _take(conversation, line.strip(), at_terminal=at_terminal)
+    lines = map(str.strip, _typed_lines() if at_terminal else asking.lines_of(sys.stdin))
+    for line in itertools.takewhile(lambda line: line != _QUIT, lines):
+        _take(conversation, line, at_terminal=at_terminal)
     return 0
 
 
@@ -164,10 +162,9 @@ class Conversation:
             "/agents": self._show_agents,
             "/reset": self._reset,
             "/help": lambda: print(_HELP),
-            "/quit": _leave,
         }
         if line not in commands:
-            raise ConfigError(f"there is no command {line}", hint=f"one of: {', '.join(commands)}")
+            raise ConfigError(f"there is no command {line}", hint=f"one of: {', '.join([*commands, _QUIT])}")
         commands[line]()
 
     def _prompt(self, message: str) -> Any:
@@ -201,7 +198,3 @@ class Conversation:
     def _reset(self) -> None:
         self._turns, self._asked = [], None
         print("[the conversation is forgotten]")
-
-
-def _leave() -> None:
-    raise _LeaveError

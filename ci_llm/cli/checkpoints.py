@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ci_llm.cli.asking import note_if_offline
 from ci_llm.cli.command import add_verb, parser_of, print_result, run_verb
 from ci_llm.core.quantities import count
 from ci_llm.errors import BadInput, DamagedCheckpoint
@@ -112,58 +113,43 @@ def _list(call: argparse.Namespace) -> int:
 
 
 def _verify(call: argparse.Namespace) -> int:
-    if isinstance(call.path, str):
-        return _verify_mirror(call)
-    from ci_llm.checkpoints.catalog import current_line
-    from ci_llm.checkpoints.layout import is_named_checkpoint
-    from ci_llm.checkpoints.manifest import MANIFEST, verify_folder
-    from ci_llm.core.numerics import foretold
-
-    # A folder with the name of a checkpoint counts without a manifest too: it is damaged.
-    lone = (call.path / MANIFEST).exists() or is_named_checkpoint(call.path)
-    folders = [call.path] if lone else current_line(call.path)
-    if not (call.path.is_dir() and folders):
-        raise _no_checkpoint(call.path)
-    damage, foreseen = {}, {}
-    for folder in folders:
-        try:
-            manifest = verify_folder(folder)
-        except DamagedCheckpoint as error:
-            damage[str(folder)] = error.what
-        else:
-            surroundings: Any = manifest.info.get("surroundings", {})
-            if "versions" in surroundings:  # else it is of a loop that is not ours
-                foreseen[str(folder)] = foretold(surroundings)
-            if not call.json:
-                print(f"{folder}: verified, {count(len(manifest.files), 'file')}, {manifest.nbytes:,} bytes")
-    for line in dict.fromkeys(foreseen.values()) if not call.json else ():
-        print(line)
-    verified = [str(folder) for folder in folders if str(folder) not in damage]
-    return _verdict(call, verified, damage, exactness=foreseen)
+    is_mirror = isinstance(call.path, str)
+    entries = entries_of(call.path, read_all=True) if is_mirror else _local_entries(call.path)
+    current = [entry for entry in entries if entry.line == "current"]
+    damage = {entry.name: why for entry in current if (why := entry.damage or entry.refused)}
+    whole = [entry for entry in current if entry.name not in damage]
+    if call.json:
+        print_result(call.json, {"verified": [entry.name for entry in whole], "damaged": damage})
+        return 1 if damage else 0
+    for entry in whole:
+        print(f"{entry.name}: verified, {entry.nbytes:,} bytes")
+    if damage:
+        raise DamagedCheckpoint("; ".join(damage.values()), where=", ".join(damage))
+    return 0
 
 
-def _verify_mirror(call: argparse.Namespace) -> int:
-    """Verify the checkpoints of a mirror's line."""
-    current = [entry for entry in entries_of(call.path, read_all=True) if entry.line == "current"]
-    unusable = ((entry.name, entry.damage or entry.refused) for entry in current)
-    damage = {name: why for name, why in unusable if why is not None}
-    verified = [entry.name for entry in current if entry.name not in damage]
-    for name in verified if not call.json else ():
-        print(f"{name}: verified")
-    return _verdict(call, verified, damage)
-
-
-def _verdict(call: argparse.Namespace, verified: Sequence[str], damage: Mapping[str, str], **more: object) -> int:
-    """The exit code of a verification; it prints the JSON.
+def _local_entries(path: Path) -> list[CatalogEntry]:
+    """The checkpoint at a path, or those that the run there may resume from; every byte is read.
 
     Raises:
-        DamagedCheckpoint: a checkpoint is damaged, and no JSON says so.
+        BadInput: there is none. OtherFormat: this program does not read one.
     """
-    if damage and not call.json:
-        raise DamagedCheckpoint("; ".join(damage.values()), where=", ".join(damage))
-    if call.json:
-        print_result(call.json, {"verified": verified, "damaged": damage, **more})
-    return 1 if damage else 0
+    from ci_llm.checkpoints.catalog import CatalogEntry, current_line
+    from ci_llm.checkpoints.layout import is_named_checkpoint
+    from ci_llm.checkpoints.manifest import MANIFEST, verify_folder
+
+    # A folder with the name of a checkpoint counts without a manifest too: it is damaged.
+    lone = (path / MANIFEST).exists() or is_named_checkpoint(path)
+    folders = [path] if lone else current_line(path)
+    if not (path.is_dir() and folders):
+        raise _no_checkpoint(path)
+    entries = []
+    for folder in folders:
+        try:
+            entries.append(CatalogEntry(str(folder), nbytes=verify_folder(folder).nbytes))
+        except DamagedCheckpoint as error:
+            entries.append(CatalogEntry(str(folder), damage=error.what))
+    return entries
 
 
 def _pull(call: argparse.Namespace) -> int:
@@ -265,10 +251,8 @@ def _prune(call: argparse.Namespace) -> int:
 
 
 def _import(call: argparse.Namespace) -> int:
-    from ci_llm.core.remote import go_offline_if_unreachable
-
     if call.base_model:
-        go_offline_if_unreachable(call.base_model)
+        note_if_offline(call.base_model)
     from ci_llm.base.load import short_name
     from ci_llm.crowd.importing import import_crowd
 

@@ -22,9 +22,6 @@ from ci_llm.interrupts import ABORTED_EXIT_CODE, BROKEN_PIPE_EXIT_CODE
 
 #: Words that commands took, as argparse names them in its errors, and what to use instead.
 _REMOVED: Final = {
-    "--soft": "leave it out: the crowd's distributions alone are learned",
-    "--start": "leave it out: the best known agent is where it begins",
-    "--distill-temperature": "leave it out: it is 1",
     "--agents-per-prompt": "leave it out: all agents answer; --abstain-below P withholds an answer that is unsure",
     "'clone'": "ci-llm agents stop RUN K; trials with settings of their own are a list: agents=[...] (docs/agents.md)",
 }

@@ -29,14 +29,13 @@ def evaluate_run(words: Sequence[str]) -> int:
         SystemExit: with 0, after `--help`.
     """
     call = _parser().parse_args(words)
-    from ci_llm.cli.asking import find_run
-    from ci_llm.core.remote import go_offline_if_unreachable
+    from ci_llm.cli.asking import find_run, note_if_offline
 
     if is_url(call.run):
         call.output = call.output or Path("predictions.jsonl")  # not beside the local copy
     call.run = find_run(call.run, call.base_model)
     if call.data:
-        go_offline_if_unreachable(call.data)
+        note_if_offline(call.data)
     with importing():
         from ci_llm.evaluation.loading import Request, read_keys
         from ci_llm.evaluation.saved_crowd import evaluate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from ci_llm.cli import asking
 from ci_llm.cli.command import at_least, parser_of, probability
 from ci_llm.core.imports import importing
-from ci_llm.errors import ConfigError
 
 if TYPE_CHECKING:
     from ci_llm.crowd.asking import Answer
@@ -37,23 +35,11 @@ def generate(words: Sequence[str]) -> int:
     option("prompts", nargs="*", default=[], metavar="PROMPT", help="a prompt; - alone reads them from standard input")
     option("--file", metavar="F", help="one prompt per line, or rows with the columns of training")
     option("--batch-size", type=at_least(1), default=16, metavar="N", help="prompts answered at a time (16)")
-    option("--best-of", type=at_least(2), metavar="N", help="draw N answers, and give the one of the best reward")
-    option("--reward", metavar="RUN2", help="the run whose rewards choose, with --best-of")
     option("--agents", action="store_true", help="also show what each agent answers alone")
     option("--json", action="store_true", help="one JSON object per prompt, a line each")
-    option("--tokens", action="store_true", help="with --json: how sure the crowd is of every token")
     call = parser.parse_args(words)
-    if call.tokens and not call.json:
-        raise ConfigError("--tokens shows nothing without --json", where="command line", hint="add --json")
     call.run = asking.find_run(call.run, call.base_model)
     prompts = asking.texts_of(call, call.prompts, "prompt")
-    if call.best_of is not None or call.reward is not None:
-        return _best_of(call, prompts)
-    return _answer(call, prompts)
-
-
-def _answer(call: argparse.Namespace, prompts: Sequence[Any]) -> int:
-    """Print the answers of the crowd, each as soon as it is there."""
     with importing():
         from ci_llm.crowd.asking import answers, options_of
     is_shown = call.json or call.agents or sys.stdout.isatty()
@@ -62,7 +48,7 @@ def _answer(call: argparse.Namespace, prompts: Sequence[Any]) -> int:
     found = answers(crowd, prompts, options, call.batch_size, include_agents=is_shown)
     for number, answer in enumerate(found):
         if call.json:
-            print(_as_json(answer, tokens=call.tokens), flush=True)
+            print(_as_json(answer), flush=True)
         elif not is_shown:
             print("" if answer.abstained else answer.answer, flush=True)
         else:
@@ -73,33 +59,9 @@ def _answer(call: argparse.Namespace, prompts: Sequence[Any]) -> int:
     return 0
 
 
-def _best_of(call: argparse.Namespace, prompts: Sequence[Any]) -> int:
-    """Draw several answers to each prompt, and print the one with the best reward by another run."""
-    if call.best_of is None or call.reward is None or call.agents or call.tokens:
-        what = "--best-of N and --reward RUN2 go together, without --agents and --tokens"
-        raise ConfigError(what, where="command line", hint="--best-of 4 --reward RUN2")
-    call.reward = asking.find_run(call.reward, None, takes_base=False)
-    choices = {"temperature": 1.0, "seed": 0, **asking.choices_of(call), "do_sample": True}
-    crowd, _ = asking.open_run(call.run, call.base_model)
-    judge, _ = asking.open_run(call.reward, None)
-    if not judge.reads_pairs:
-        what, hint = "these agents give no rewards for answers", "take a run of objective=reward"
-        raise ConfigError(what, where=f"--reward {call.reward}", hint=hint)
-    asked, size = [prompt for prompt in prompts for _ in range(call.best_of)], call.batch_size
-    answers = crowd.generate(asked, batch_size=size, **choices)
-    rewards = [score.mean for score in judge.score(asked, answers, batch_size=size)]
-    for at, prompt in enumerate(prompts):
-        own = slice(at * call.best_of, (at + 1) * call.best_of)
-        found = [{"answer": text, "reward": each} for text, each in zip(answers[own], rewards[own], strict=True)]
-        best = max(found, key=lambda one: one["reward"])
-        print(json.dumps({"prompt": prompt, **best, "answers": found}) if call.json else best["answer"], flush=True)
-    return 0
-
-
-def _as_json(answer: Answer, *, tokens: bool) -> str:
+def _as_json(answer: Answer) -> str:
     fields = asdict(answer)
-    if not tokens:
-        del fields["tokens"]
+    del fields["tokens"]  # many, and for programs that ask in Python
     return json.dumps({name: fields.pop(name) for name in _FIRST} | fields)
 
 

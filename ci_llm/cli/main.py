@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Final
 
 from ci_llm._version import __version__
@@ -76,8 +78,28 @@ def _require_text(words: Sequence[str]) -> None:
             raise ConfigError(what, where="command line", hint="type text, or give a file by --file")
 
 
-def safe_train(words: list[str]) -> int:
-    """`python safe_train.py`."""
-    from ci_llm.cli.supervise import supervise
+def run_script(words: Sequence[str]) -> int:
+    """`main` for train.py and its siblings: a package that is not installed is one message, not a traceback.
 
-    return run_guarded(lambda: supervise(words), debug="--debug" in words)
+    The process must end after it: signals that arrive while the interpreter exits do not change the code.
+    """
+    ends_with_process()
+    try:
+        return main(words)
+    except ModuleNotFoundError as error:
+        if "--debug" in words or not _is_missing_here(error):
+            raise
+        script = Path(sys.argv[0]).name
+        print(
+            f"error: the package {error.name} is not installed for {sys.executable}\n"
+            f"  hint:  make install, then .venv/bin/python {script}",
+            file=sys.stderr,
+        )
+        return ConfigError.exit_code
+
+
+def _is_missing_here(error: ModuleNotFoundError) -> bool:
+    """True if this package imports the missing one; an import in other code is a failure of the run."""
+    *_, (importer, _) = traceback.walk_tb(error.__traceback__)
+    ours = str(importer.f_globals.get("__name__")).startswith("ci_llm.")
+    return ours and not str(error.name).startswith("ci_llm")

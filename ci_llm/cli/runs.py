@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Final
 from ci_llm.cli.command import add_json, add_verb, agent_number, help_of, parser_of, print_result, run_verb
 from ci_llm.core.help import asked_help
 from ci_llm.core.imports import importing
-from ci_llm.core.run_folder import NOT_A_RUN, SWEEP
+from ci_llm.core.run_folder import SWEEP
 from ci_llm.core.run_status import read_status
 from ci_llm.errors import BadInput, ConfigError
 
 if TYPE_CHECKING:
     from ci_llm.report.scores import Leaderboard
+    from ci_llm.report.status import Reading
     from ci_llm.run.step.requests import CrowdRequest
 
 
@@ -34,15 +35,16 @@ def status(words: list[str]) -> int:
     if asked_help(words):
         print(help_of("status"))
         return 0
+    return _tell(named_run([word for word in words if word not in ("--debug", "--json")]), as_json="--json" in words)
+
+
+def _tell(folder: Path, *, as_json: bool) -> int:
+    """Print the state of a run; returns the exit code."""
     from ci_llm.report.status import lines, look_at
 
-    as_json = "--json" in words
-    folder = named_run([word for word in words if word not in ("--debug", "--json")])
     _LOGGER.debug("reads %s", Path(folder, "status.json").absolute())
     found = look_at(folder)
-    run, reason = found.status, f" ({found.status.reason})" if found.status.reason else ""
-    head = f"{run.status}{reason}: step {run.step}, attempt {run.attempt}, process {run.pid} on {run.host}"
-    print_result(as_json, found.record(), head, *lines(found))  # scripts may read the head
+    print_result(as_json, found.record(), *lines(found))
     return found.status.exit_code
 
 
@@ -59,50 +61,35 @@ INTERVAL_S: Final = 1.0
 
 
 def watch(words: list[str]) -> int:
-    """`ci-llm watch RUN ...`."""
+    """`ci-llm watch RUN`: what `ci-llm status` tells, again and again until the run has ended."""
     parser = parser_of("watch")
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="an output folder; several share a table")
-    parser.add_argument("--once", action="store_true", help="print one picture and leave")
+    parser.add_argument("run", nargs="?", metavar="RUN", help="an output folder; by default that of train.py")
     given = parser.parse_args(words)
-    runs = given.runs or [str(named_run([]))]
-    return _print_once(runs) if given.once or not sys.stdout.isatty() else _redraw(runs)
-
-
-def _print_once(runs: Sequence[str]) -> int:
-    """Print one picture of the runs.
-
-    Raises:
-        BadInput: there are no runs.
-    """
-    from rich.console import Console
-
-    from ci_llm.report.status import Reading
-    from ci_llm.report.watch import exit_code, look_at_all, picture
-
-    looks = look_at_all(runs)
-    if not any(isinstance(look, Reading) for look in looks):
-        for look in looks:
-            read_status(look.folder)  # raises with what is wrong there
-        raise BadInput(NOT_A_RUN, hint="give the output_dir of a run")
-    Console(highlight=False).print(picture(looks))
-    return exit_code(looks)
-
-
-def _redraw(runs: Sequence[str]) -> int:
-    """Draw until all runs have ended; the last picture stays."""
-    from rich.console import Console
+    folder = Path(given.run) if given.run else named_run([])
+    if not sys.stdout.isatty():
+        return _tell(folder, as_json=False)
     from rich.live import Live
+    from rich.text import Text
 
-    from ci_llm.report.watch import exit_code, have_ended, look_at_all, picture
-
-    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+    with Live(auto_refresh=False) as live:
         while True:
-            looks = look_at_all(runs)
-            ended = have_ended(looks)
-            live.update(picture(looks, "" if ended else "Ctrl-C leaves; the runs continue"), refresh=True)
-            if ended:
-                return exit_code(looks)
+            found, told = look_again(folder)
+            if found is not None and found.is_over:
+                live.update(Text("\n".join(told)), refresh=True)
+                return found.status.exit_code
+            live.update(Text("\n".join([*told, "Ctrl-C leaves; the run continues"])), refresh=True)
             time.sleep(INTERVAL_S)
+
+
+def look_again(folder: Path) -> tuple[Reading | None, list[str]]:
+    """The run as it is now, and the lines about it; None while no run can be read, which may begin later."""
+    from ci_llm.report.status import lines, look_at
+
+    try:
+        found = look_at(folder)
+    except (BadInput, OSError) as error:
+        return None, [str(error) if (folder / "status.json").exists() else "no run has begun here yet"]
+    return found, lines(found)
 
 
 def report_run(words: Sequence[str]) -> int:
@@ -137,8 +124,8 @@ def compare_runs(words: Sequence[str]) -> int:
     )
     add_json(parser, "; of a sweep its sweep.json")
     call = parser.parse_args(words)
-    from ci_llm.report.compare import LETTERS, as_json, as_text, head
-    from ci_llm.report.facts import RunFacts, run_folder
+    from ci_llm.report.compare import LETTERS, as_json, as_text
+    from ci_llm.report.facts import RunFacts
     from ci_llm.report.scores import read_trials
 
     for path in call.runs:
@@ -147,11 +134,7 @@ def compare_runs(words: Sequence[str]) -> int:
     if not 2 <= len(call.runs) <= len(LETTERS):
         what = f"a comparison takes 2 to {len(LETTERS)} runs, not {len(call.runs)}"
         raise ConfigError(what, where="command line", hint="ci-llm compare RUN RUN ...")
-    folders = [run_folder(path) for path in call.runs]
-    if not call.json:
-        for letter, folder in zip(LETTERS, folders, strict=False):
-            print(head(letter, folder, read_status(folder)), flush=True)
-    runs = [RunFacts(folder) for folder in folders]
+    runs = [RunFacts(path) for path in call.runs]
     print_result(call.json, as_json(runs), *as_text(runs))
     return 0
 
@@ -173,6 +156,7 @@ def _show_trials(folder: Path, board: Leaderboard, *, is_alone: bool, as_json: b
 
 
 _POLL_S: Final = 0.1
+_PATIENCE_S: Final = 30.0  # with a running job, which answers after the step under way
 
 
 def agents(words: Sequence[str]) -> int:
@@ -190,9 +174,6 @@ def agents(words: Sequence[str]) -> int:
     stopping = add_verb(verbs, "stop", _stop, does, "ci-llm agents stop ci_llm_output 1", more)
     stopping.add_argument("run", type=Path, metavar="RUN", help="the output_dir of the run")
     stopping.add_argument("agent", type=agent_number, metavar="K", help="the number of the agent, or agentK")
-    stopping.add_argument(
-        "--wait", type=float, default=30.0, metavar="S", help="seconds to wait for the answer of a running job (30)"
-    )
     return run_verb(parser, words)
 
 
@@ -208,7 +189,7 @@ def _stop(call: argparse.Namespace) -> int:
         )
     request = ask(call.run, call.agent)
     is_running = status.status == "running"
-    decided = _decided(call.run, request, call.wait if is_running else 0.0)
+    decided = _decided(call.run, request, _PATIENCE_S if is_running else 0.0)
     told = None if decided is None else {"step": decided.step, "refused": decided.refused}
     if decided is None:
         when = "after the step under way" if is_running else "after its first step, once it resumes"

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -83,14 +82,14 @@ def _supervise(options: Options) -> int:
 
 
 def _target(options: Options) -> Target:
-    script = _script(options)
-    if not (options.command or options.external_script_options() or script != DEFAULT_SCRIPT or script.exists()):
-        options = replace(options, command=(sys.executable, "-m", "ci_llm", "train"))  # installed without a train.py
+    script, command = options.train_script, options.command
+    if not (command or options.external_script_options() or script != DEFAULT_SCRIPT or script.exists()):
+        command = (sys.executable, "-m", "ci_llm", "train")  # in another folder than the project's
     words: list[str] | None = [] if is_own_script(script) else None
     sweeps = False
-    if options.command:
-        words = own_words(options.command)
-        if words is None and (words := own_words(options.command, "sweep")) is not None:
+    if command:
+        words = own_words(command)
+        if words is None and (words := own_words(command, "sweep")) is not None:
             sweeps = True
     if words is None:
         from ci_llm.supervisor.external_script import ExternalScript
@@ -111,21 +110,12 @@ def _target(options: Options) -> Target:
             where=f"launcher: {launch.launcher}",
             hint="start one, which starts the launcher: python safe_train.py -- torchrun --nproc-per-node 4 train.py",
         )
-    command = options.command or (sys.executable, str(script))
+    command = command or (sys.executable, str(script))
     extra = [*(["--config", str(options.config)] if options.config else []), *options.words]
     if not options.command and (number := processes_to_start(launch)) > 1:
         extra.append(f"--distributed={number}")  # what Accelerate was asked for, the trainer starts
     target = SweepRun if sweeps else OwnRun
     return target([*command, *extra], without_options([*words, *extra]), grace_s=options.grace_s)
-
-
-def _script(options: Options) -> Path:
-    """The script to run without a command; in a folder without a train.py that of the project."""
-    if options.command or options.train_script != DEFAULT_SCRIPT or options.external_script_options():
-        return options.train_script
-    from ci_llm.config import default_file  # here, because it loads the whole configuration
-
-    return default_file(options.train_script.name) or options.train_script
 
 
 def is_own_script(script: Path) -> bool:

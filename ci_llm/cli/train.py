@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ci_llm._version import __version__
 from ci_llm.cli.command import help_of, print_line, take_dry_run
-from ci_llm.cluster.launch import STARTED, Launch, accelerate_settings, exit_code_after_stop, read_launch
+from ci_llm.cluster.launch import STARTED, Launch, accelerate_settings, read_launch
 from ci_llm.cluster.starter import processes_to_start, start_again, tell, without_options
 from ci_llm.core.help import ALL, REST, asked_help
 from ci_llm.core.imports import importing
@@ -33,7 +32,6 @@ def start(
     words: Sequence[str],
     *,
     lines: Sequence[str] = (),
-    require: Callable[[Config], None] | None = None,
 ) -> Launch:
     """Handle the signals of the configuration, read the launcher, and print the first line on the main process.
 
@@ -44,7 +42,6 @@ def start(
         what: the thing that is loading, for the first line: "run".
         words: the words of the command line.
         lines: lines about where the values of `config` come from, to be printed here.
-        require: refuses the configuration before the first line.
 
     Returns:
         the place of this process.
@@ -53,8 +50,6 @@ def start(
         SystemExit: with the exit code of the processes that this one has started instead.
         LaunchError: the memory of this machine does not hold a base for each of them.
     """
-    if require is not None:
-        require(config)
     launch = read_launch(arguments=words)
     if not launch.forwards_sigterm or STARTED in os.environ:
         die_with_parent(STOP_SIGNALS[0])
@@ -93,7 +88,9 @@ def train(words: list[str]) -> int:
     with Interrupts(describe_stop=lambda: "leaving before the first step") as interrupts:
         read = read_configuration(words)
         config = read.config
-        launch = start("run", config, interrupts, words, require=_require_checkpoint if "--continue" in words else None)
+        if "--continue" in words:
+            _require_checkpoint(config)
+        launch = start("run", config, interrupts, words)
         with importing():
             from ci_llm.run.job import run_job
 
@@ -148,8 +145,9 @@ def check(words: list[str]) -> int:
         return 0
     with Interrupts(announce=lambda line: print(line.partition(":")[0] + ": leaving", file=sys.stderr)) as interrupts:
         read = read_configuration(words)
-        require = _require_checkpoint if "--continue" in words else None
-        launch = start("dry run for", read.config, interrupts, words, lines=read.lines, require=require)
+        if "--continue" in words:
+            _require_checkpoint(read.config)
+        launch = start("dry run for", read.config, interrupts, words, lines=read.lines)
         with importing():
             from ci_llm.dry_run.plan import dry_run
 
@@ -167,21 +165,22 @@ def sweep(words: list[str]) -> int:
     with Interrupts(describe_stop=lambda: "leaving before the first step") as interrupts:
         is_dry, keys = take_dry_run(words)
         reading = read_sweep(default_file(), without_options(keys), accelerate_settings(os.environ))
-        require = partial(_require_sweep, reading) if "--continue" in words else None
-        launch = start("sweep", reading.config, interrupts, words, require=require)
+        if "--continue" in words:
+            _require_sweep(reading)
+        launch = start("sweep", reading.config, interrupts, words)
         if is_dry:
             return _dry_run_sweep(reading, interrupts, launch, debug="--debug" in words)
         return _train_sweep(reading, interrupts, launch)
 
 
-def _require_sweep(reading: SweepReading, config: Config) -> None:
+def _require_sweep(reading: SweepReading) -> None:
     """Refuse to begin a sweep."""
     from ci_llm.sweep.sweep import known_record
 
     if known_record(reading) is None:
         raise ConfigError(
             "there is no sweep to continue",
-            where=f"--continue, output_dir: {config.run_folder}",
+            where=f"--continue, output_dir: {reading.config.run_folder}",
             hint="leave --continue out for a fresh start, or give the output_dir or experiment_name of the sweep",
         )
 
@@ -199,14 +198,14 @@ def _train_sweep(reading: SweepReading, interrupts: Interrupts, launch: Launch) 
         return 0
     runner = SweepRunner(reading, interrupts, launch, print_line)
     try:
-        found, stop = runner.run()
+        found, code = runner.run()
     except (KeyboardInterrupt, AllTrialsFailed):
         if launch.is_main_process and (known := known_sweep(reading)) is not None:
             _show(known, launch.arguments)
         raise
     if launch.is_main_process:
         _show(found, launch.arguments)
-    return exit_code_after_stop(stop, reading.config.interrupted_exit_code) if stop else 0
+    return code
 
 
 def _dry_run_sweep(reading: SweepReading, interrupts: Interrupts, launch: Launch, *, debug: bool) -> int:

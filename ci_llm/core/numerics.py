@@ -72,16 +72,6 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return odd + [f"{key} {old} -> {new}" for kind in _KINDS for key, old, new in _changed(before, now, kind)]
 
 
-def foretold(before: Mapping[str, Any]) -> str:
-    """A line for people: how exactly a checkpoint with these names resumes on this machine."""
-    machine = before["machine"]
-    made = f"made on {', '.join(machine.values())}; "
-    device = torch.device("cuda" if "GPU" in machine and torch.cuda.is_available() else "cpu")
-    if odd := differences(before, names(device, before["kernels"])):
-        return f"{made}a resume here is not called bitwise: {'; '.join(odd)}"
-    return f"{made}the same names here; a resume also compares the digest of a layer"
-
-
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any], kind: str) -> Iterator[tuple[str, str, str]]:
     """(name, its value before, its value now) of what has changed."""
     for key in {**before[kind], **now[kind]}:

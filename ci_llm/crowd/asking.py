@@ -30,7 +30,7 @@ from ci_llm.crowd.next_token import Decoding, Generated, TokenIds, ends_of_base,
 from ci_llm.crowd.uncertainty import TokenUncertainty, Uncertainty, agreement, calibrated, of_text, signals
 from ci_llm.data.batches import Batch, Packable, in_order
 from ci_llm.data.encoder import Example
-from ci_llm.data.prompts import Prompt, Prompter
+from ci_llm.data.prompts import Prompt, Prompter, spoken
 from ci_llm.errors import BadInput, ModelError
 
 T = TypeVar("T")
@@ -241,7 +241,7 @@ class TextSoFar:
 
     def update(self, ids: Sequence[int]) -> bool:
         """Emit the text that further ids cannot change; True if a stop string is in it."""
-        text = self._so_far(self._settled(ids)).rstrip(_INCOMPLETE)
+        text = self._so_far(self._settled(spoken(self._tokenizer, ids))).rstrip(_INCOMPLETE)
         kept = cut(text, self._stop_strings)
         if len(kept) < len(text):
             self._advance(kept)
@@ -265,7 +265,7 @@ class TextSoFar:
 
     def finish(self, ids: Sequence[int]) -> None:
         """Emit the rest of the text of all ids."""
-        self._advance(cut(self._decode(ids), self._stop_strings))
+        self._advance(cut(self._decode(spoken(self._tokenizer, ids)), self._stop_strings))
 
     def _advance(self, text: str) -> None:
         if len(text) > len(self._emitted):

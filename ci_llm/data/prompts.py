@@ -169,11 +169,23 @@ class Prompter:
 
     def text(self, ids: Sequence[int]) -> str:
         """Token ids as text, without special tokens."""
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self.tokenizer.decode(spoken(self.tokenizer, ids), skip_special_tokens=True))
 
     def plain_ids(self, text: str) -> list[int]:
         """Token ids of a plain text, with the token that begins texts if the tokenizer has one."""
         return list(self.tokenizer(self._encoder.begun(text), add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def spoken(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Sequence[int]:
+    """The ids without the headers within an answer: gpt-oss writes its role and its channel there, in plain tokens."""
+    *opening, closing = tokenizer.convert_tokens_to_ids(["<|start|>", "<|channel|>", "<|message|>"])
+    if closing is None or closing in opening:  # another template, whose tokenizer takes the words for unknown ones
+        return ids
+    kept, in_header = [], False
+    for token in ids:
+        in_header = token in opening or (in_header and token != closing)
+        kept += [] if in_header else [token]
+    return kept
 
 
 @contextmanager

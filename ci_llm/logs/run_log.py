@@ -238,25 +238,26 @@ class RunLog:
         self,
         accelerator: Any,
         names: tuple[str, ...],
-        *,
         resumed_from: int = 0,
-        saved_state: Mapping[str, str] | None = None,
         hyperparameters: Mapping[str, object] | None = None,
     ) -> dict[str, str]:
-        """Start the trackers of `report_to`; for the arguments and errors see `Trackers`. Returns `tracker_state`."""
+        """Start the trackers of `report_to`, which go on from the known state. Returns `tracker_state`.
+
+        For the arguments and errors see `Trackers`.
+        """
         if self._is_main_process and names:
             self._trackers = Trackers(
                 accelerator,
                 names,
                 folder=self._folder,
                 resumed_from=resumed_from,
-                saved_state=saved_state or {},
+                saved_state=self.known_tracker_state,
                 hyperparameters=hyperparameters or {},
             )
         return self.tracker_state()
 
     def tracker_state(self) -> dict[str, str]:
-        """The `saved_state` for `start_trackers` of the next attempt; other processes know it from the main one."""
+        """The known state for `start_trackers` of the next attempt; other processes know it from the main one."""
         return self.known_tracker_state if self._trackers is None else self._trackers.state()
 
     def finish_trackers(self) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from string import ascii_uppercase
 from typing import Any, Final
 
 from ci_llm.config.schema import with_trait
 from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.measures import LEAST_ROWS, METRICS, Measures
-from ci_llm.core.run_status import Status
 from ci_llm.report.facts import RunFacts
 from ci_llm.report.scores import LEADING, TOGETHER, Gain, Leaderboard, Score, comparable, differences, notes, scores
 
@@ -69,8 +67,11 @@ def differing_sizes(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
 
 
 def as_text(runs: Sequence[RunFacts]) -> Iterator[str]:
-    """The comparison in lines for a terminal, without the heads of the runs."""
+    """The comparison in lines for a terminal."""
     named = dict(zip(LETTERS, runs, strict=False))
+    for letter, run in named.items():
+        status, reason = run.status, f" ({run.status.reason})" if run.status.reason else ""
+        yield f"{letter}  {run.folder}: {status.status}{reason}, step {status.step}, attempt {status.attempt}"
     without = [letter for letter, run in named.items() if run.config is None]
     differing = differing_keys(runs) | differing_sizes(runs)
     rows = [("configuration", *named), *((key, *map(dump_value, values)) for key, values in differing.items())]
@@ -110,12 +111,6 @@ def trials_as_text(board: Leaderboard) -> Iterator[str]:
         return
     yield from aligned([board.columns, *board.rows])
     yield f"best: trial {board.best}, trained last in {board.best_run}, which ci-llm report and ci-llm compare take"
-
-
-def head(letter: str, folder: Path, status: Status) -> str:
-    """A line about a run, shown before anything large is read."""
-    reason = f" ({status.reason})" if status.reason else ""
-    return f"{letter}  {folder}: {status.status}{reason}, step {status.step}, attempt {status.attempt}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:

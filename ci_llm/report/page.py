@@ -114,10 +114,8 @@ def _settings(config: Config) -> Iterator[tuple[str, list[tuple[str, str, bool]]
 
 
 def curves_command(folder: Path) -> str:
-    """The command that opens the curves of a run in TensorBoard, under the run's name."""
-    name, drawn = folder.resolve().name, str(folder / "tensorboard")
-    is_plain = not {":", ","} & {*name, *drawn}  # which separate names, folders and runs there
-    return shlex.join(["tensorboard", *(["--logdir_spec", f"{name}:{drawn}"] if is_plain else ["--logdir", drawn])])
+    """The command that opens the curves of a run in TensorBoard."""
+    return shlex.join(["tensorboard", "--logdir", str(folder)])
 
 
 def clock(seconds: float) -> str:

@@ -24,6 +24,7 @@ from ci_llm.errors import BadInput
 from ci_llm.report.scores import as_line
 
 _TAIL_BYTES: Final = 256 << 10  # of metrics.jsonl, whose last lines are enough here
+_PATIENCE_S: Final = 120.0  # with a supervisor or a scheduler that may launch a run again
 _SPEED_LINES: Final = 20  # lines of metrics over which the present speed is a mean
 
 
@@ -102,6 +103,14 @@ class Reading:
     def heartbeat_age_s(self) -> float:
         """Seconds since the last heartbeat; clocks of two machines may disagree by more than that."""
         return max(0.0, self.now - self.status.heartbeat)
+
+    @property
+    def is_over(self) -> bool:
+        """True if the run has ended, and neither a supervisor nor a scheduler will start it again."""
+        if self.is_running:
+            return False
+        is_launched_again = self.status.status != "completed" and (self.is_supervised or self.slurm_job is not None)
+        return not is_launched_again or self.heartbeat_age_s > _PATIENCE_S
 
     def record(self) -> dict[str, object]:
         """Plain values for `--json`; an unknown value is null."""
@@ -193,12 +202,13 @@ def _known(value: Any) -> Any:
 
 
 def lines(reading: Reading) -> list[str]:
-    """The lines of `ci-llm status` below the first one: everything that is known of a run."""
+    """The lines of `ci-llm status`: everything that is known of a run. Scripts may read the first."""
     return [line for line in _told(reading) if line]
 
 
 def _told(reading: Reading) -> Iterator[str]:
-    run = reading.status
+    run, reason = reading.status, f" ({reading.status.reason})" if reading.status.reason else ""
+    yield f"{run.status}{reason}: step {run.step}, attempt {run.attempt}, process {run.pid} on {run.host}"
     moving = [speed(reading), time_left(reading)] if reading.is_running else []
     yield ", ".join(filter(None, [progress(reading), *moving]))
     yield f"{run.agent_steps:,} agent-steps" if run.agent_steps else ""
@@ -212,12 +222,7 @@ def _told(reading: Reading) -> Iterator[str]:
     yield f"best crowd in an evaluation so far: after step {run.best_step}" if run.best_step is not None else ""
     yield _mirror(run.mirror) if run.mirror else ""
     yield _hub(pushed) if (pushed := last_push(reading.folder)) else ""
-    yield way_on(run)
-
-
-def way_on(run: Status) -> str:
-    """The command that resumes a run that has stopped; else empty."""
-    return f"resume with: {run.next_command}" if run.next_command and run.status != "running" else ""
+    yield f"resume with: {run.next_command}" if run.next_command and run.status != "running" else ""
 
 
 def progress(reading: Reading) -> str:

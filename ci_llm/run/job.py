@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -71,30 +71,38 @@ def run_job(
     """
     checked = Callbacks(callbacks)  # refuses what is not a callback, before anything is loaded
     require_no_sweep(config.run_folder)
+    result: Result | None = None
     try:
-        processes = meet(config, launch, interrupts)
+        with joined(config, launch, interrupts, lambda: result.exit_code(config) if result else 1) as processes:
+            result = run_among(
+                processes, config, interrupts, sources=sources, callbacks=checked, given=given, quiet=quiet
+            )
+            return result
     except StoppedBeforeMeeting as stop:
         logger.warning(str(stop))
         alone = config.model_copy(update={"mirror": None})  # nothing is sent, so no store is opened
         attempt = Attempt(alone, launch, CheckpointManager(config.run_folder), interrupts)
         reason = interrupts.stop_reason or ""
         return Result("interrupted", attempt.stopped_before_it_began(reason), config.run_folder, reason=reason)
-    result: Result | None = None
-    try:
-        result = run_among(processes, config, interrupts, sources=sources, callbacks=checked, given=given, quiet=quiet)
-        return result
-    finally:
-        if not processes.shutdown():
-            end_at_once(result.exit_code(config) if result else 1, sys.exc_info()[1])
 
 
-def meet(config: Config, launch: Launch, interrupts: Interrupts) -> Processes:
-    """Join the processes of the run, after everything that one process can refuse alone. A collective."""
+@contextmanager
+def joined(config: Config, launch: Launch, interrupts: Interrupts, code: Callable[[], int]) -> Iterator[Processes]:
+    """The processes of the run, joined within the block, after everything that one process can refuse alone.
+
+    Both ends of the block are collectives. Where a peer is lost, this process ends behind the block, with the exit code
+    `code()`, or with that of an error.
+    """
     check_folder(config.run_folder)
     require_installed(config.report_to)
     require_store(config)
     with ends_if_stopped(interrupts, Patience(), config.interrupted_exit_code):
-        return Processes(config, launch=launch, interrupts=interrupts)
+        processes = Processes(config, launch=launch, interrupts=interrupts)
+    try:
+        yield processes
+    finally:
+        if not processes.shutdown():
+            end_at_once(code(), sys.exc_info()[1])
 
 
 def run_among(
@@ -292,11 +300,8 @@ def _begin(trainer: Trainer, attempt: Attempt, start: beginning.Start) -> None:
         attempt.mirror.begin(start.keeps, number)
 
     attempt.begin(processes, step, prepare)
-    begun_at: dict[str, Any] = {"resumed_from": step, "hyperparameters": config.model_dump()}
-    begun_at["saved_state"] = log.known_tracker_state
-    log.known_tracker_state = processes.on_main(
-        partial(log.start_trackers, processes.accelerator, config.report_to, **begun_at)
-    )
+    begin = partial(log.start_trackers, processes.accelerator, config.report_to, step, config.model_dump())
+    log.known_tracker_state = processes.on_main(begin)
 
 
 def _open(trainer: Trainer, attempt: Attempt) -> None:
@@ -305,8 +310,7 @@ def _open(trainer: Trainer, attempt: Attempt) -> None:
     attempt.log.open(attempt.number, still_held=attempt.manager.store.holds_lease)
     last = readable_status(config.run_folder) if processes.is_main_process else None
     trainer.evaluator.at_most = processes.broadcast_object(last.evaluation_at_most if last else None)
-    earlier = last if step else None
-    known = (earlier.first_loss, earlier.warning) if earlier else ()
+    known = (last.first_loss, last.warning) if last and step else ()
     trainer.learning = Learning(trainer.state.names, trainer.total_steps, *known)
     attempt.status.update(
         total_steps=trainer.total_steps,

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -33,28 +33,23 @@ from ci_llm.serve.answers import Answer
 from ci_llm.serve.engine import Engine, Job, jobs_of
 from ci_llm.serve.metrics import TEXT, Metrics
 from ci_llm.serve.request import (
-    PIECE,
     AnyBody,
     ApiProblem,
     ChatBody,
     CompletionBody,
     Own,
-    Prompt,
     Served,
     call_of,
     checked,
     ids_of,
     parsed,
-    pieces_of,
     prompts_of,
-    texts_of,
     uncalibrated,
     unknown_model,
 )
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Handle = Callable[[Request], Awaitable[Response]]
 #: Reading a body takes the interpreter, and nobody else is answered: less than 0.1 s for this size.
 LARGEST_BODY: Final = 2 << 20
@@ -62,8 +57,6 @@ _ENDLESS: Final = 8  # times the largest body
 _OWN_PAGES: Final = ("same-origin", "none")
 #: Paths that need no key.
 _FREE: Final = ("/healthz", "/metrics", "/")
-#: Paths that there were, and what to use instead.
-_REMOVED: Final = dict.fromkeys(("/tokenize", "/detokenize"), "; the tokenizer in the folder of the run does that")
 _GONE: Final = 499  # the client has gone
 #: Seconds for the current step of the engine when all answers are written or given up.
 _LEAVE_S: Final = 5.0
@@ -111,9 +104,8 @@ class Service:
     def __init__(self, served: Served, writer: Writer, metrics: Metrics, options: Options) -> None:
         self._served, self._writer, self._metrics, self.options = served, writer, metrics, options
         self._born = int(time.time())
-        # One thread for chats, because the event loop has to stay free, and rendering a chat template has a state.
-        # Another one for long texts, so that short ones never wait for them.
-        self._reader, self._long_reader = ThreadPoolExecutor(1, "ci_llm reader"), ThreadPoolExecutor(1, "ci_llm long")
+        # One thread, because the event loop has to stay free, and rendering a chat template has a state.
+        self._reader = ThreadPoolExecutor(1, "ci_llm reader")
         paths: dict[str, tuple[str, Handle]] = {
             "/v1/chat/completions": ("POST", partial(self._answer, ChatBody)),
             "/v1/completions": ("POST", partial(self._answer, CompletionBody)),
@@ -140,7 +132,6 @@ class Service:
         yield
         await asyncio.to_thread(self._writer.stop, _LEAVE_S)
         self._reader.shutdown()
-        self._long_reader.shutdown(cancel_futures=True)
 
     def _guarded(self, handle: Handle) -> Handle:
         """A handler that checks the key first, turns problems into answers, and logs a line."""
@@ -193,7 +184,9 @@ class Service:
         given = await _json(request)
         self._served.require_few(given)
         body = checked(kind, given)
-        prompts = [await self._ids(prompt) for prompt in prompts_of(body, self._served)]
+        served, loop = self._served, asyncio.get_running_loop()
+        asked = prompts_of(body, served)
+        prompts = [await loop.run_in_executor(self._reader, ids_of, prompt, served) for prompt in asked]
         call = call_of(body, prompts, self._served)
         groups = jobs_of(call)
         jobs = [*dict.fromkeys(job for group in groups for job in group)]
@@ -217,30 +210,6 @@ class Service:
             self._writer.cancel(jobs)
             whole.cancel()
             gone.cancel()
-
-    async def _ids(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt. Of a long one pieces are tokenised until it is clear that it does not fit.
-
-        Between two pieces others get their turn, so that nobody waits for a prompt that is refused. At the cuts a
-        text may have a few tokens more than as a whole; it is refused here with an eighth more than the context.
-
-        Raises:
-            ApiProblem: it does not fit, or the chat template refuses it.
-        """
-        served, tokens = self._served, 0
-        texts = texts_of(prompt, served)
-        if sum(map(len, texts)) <= PIECE:
-            return await self._read(ids_of, prompt, served)
-        for piece in pieces_of(texts):
-            tokens += len(await self._read(served.prompter.plain_ids, piece))
-            if tokens > served.context * 9 // 8:
-                param = "prompt" if isinstance(prompt, str) else "messages"
-                raise served.too_long(param, f"sent more than {served.context}")
-        return await self._read(ids_of, prompt, served, by=self._long_reader if isinstance(prompt, str) else None)
-
-    async def _read(self, function: Callable[..., T], *arguments: Any, by: ThreadPoolExecutor | None = None) -> T:
-        """Call a function that uses the tokenizer, in a thread for that."""
-        return await asyncio.get_running_loop().run_in_executor(by or self._reader, function, *arguments)
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._entry(name) for name in self._served.models]})
@@ -315,7 +284,7 @@ async def _no_such(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
     known = {
-        404: (f"Unknown request URL: {method} {path}{_REMOVED.get(path, '')}", "unknown_url"),
+        404: (f"Unknown request URL: {method} {path}", "unknown_url"),
         405: (f"{path} does not take {method}", "method_not_allowed"),
     }
     what, code = known.get(error.status_code, (str(error.detail), None))
@@ -353,9 +322,7 @@ def of_run(crowd: Crowd, options: Options) -> Service:
             hint="ci-llm generate and ci-llm chat take it; or serve an exported agent by another server",
         )
     prompter, limit = prompter_of(crowd), min(num_positions(crowd.model), _CONTEXT)
-    defaults = Own(minimum_confidence=options.minimum_confidence)
-    reason = uncalibrated(crowd.calibration, "probability") if defaults != Own() else None
-    if reason:
+    if options.minimum_confidence is not None and (reason := uncalibrated(crowd.calibration, "probability")):
         hint = "ci-llm evaluate RUN --split validation --calibrate"
         raise BadInput(reason, where="--minimum-confidence", hint=hint)
     if options.name in crowd.names:
@@ -369,7 +336,7 @@ def of_run(crowd: Crowd, options: Options) -> Service:
         ends=ends_of_answers(crowd),
         choices=options.slots + options.queue,
         calibration=crowd.calibration,
-        defaults=defaults,
+        defaults=Own(minimum_confidence=options.minimum_confidence),
     )
     metrics = Metrics(options.name)
     engine = Engine(crowd, options.slots, options.queue, metrics)

@@ -391,7 +391,7 @@ class Engine(threading.Thread):
                 self._begin_jobs()
                 self._admit()
                 self._step()
-                self._metrics.load(len(self._decoder.open), len(self._waiting), self._decoder.slots)
+                self._metrics.load(len(self._decoder.open), len(self._waiting))
                 self._send()
         except Exception:
             logger.exception("the engine has failed")
@@ -458,7 +458,6 @@ class Engine(threading.Thread):
             if job.take(request):
                 self._decoder.release(request)
                 job.open.discard(request)
-                self._metrics.prefix(job.call.model, len(request.prompt), request.reused)
                 if not job.open:
                     self._end(job, job.close(self._crowd))
         except Exception as error:

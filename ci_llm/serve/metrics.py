@@ -18,30 +18,19 @@ class Metrics:
         self._crowd, self._registry = crowd, CollectorRegistry()
         self._running = self._gauge("num_requests_running", "sequences that are decoded")
         self._waiting = self._gauge("num_requests_waiting", "texts that wait for a slot")
-        self._slots = self._gauge("kv_cache_usage_perc", "share of the slots in use, from 0 to 1")
         self._prompt = self._counter("prompt_tokens", "tokens of prompts")
         self._new = self._counter("generation_tokens", "tokens of answers")
-        self._queries = self._counter("prefix_cache_queries", "tokens of prompts that were looked for in the cache")
-        self._hits = self._counter("prefix_cache_hits", "tokens of prompts that were not read again")
         self._ended = self._counter("request_success", "texts that have ended", "finished_reason")
         self._refused = self._counter("request_refused", "requests that were not answered", "status")
         self._first = self._histogram("time_to_first_token_seconds", "from the request to its first token", _SHORT)
         self._between = self._histogram("inter_token_latency_seconds", "between two tokens of a text", _SHORT)
         self._whole = self._histogram("e2e_request_latency_seconds", "from the request to its last token", _LONG)
         self._queued = self._histogram("request_queue_time_seconds", "in the queue", _SHORT)
-        self._prefill = self._histogram("request_prefill_time_seconds", "from the queue to the first token", _SHORT)
-        self._decode = self._histogram("request_decode_time_seconds", "from the first token to the last", _LONG)
 
-    def load(self, running: int, waiting: int, slots: int) -> None:
-        """Set how many texts are being written and wait, and the share of slots in use."""
+    def load(self, running: int, waiting: int) -> None:
+        """Set how many texts are being written, and how many wait."""
         self._running.labels(self._crowd).set(running)
         self._waiting.labels(self._crowd).set(waiting)
-        self._slots.labels(self._crowd).set(running / slots)
-
-    def prefix(self, model: str, asked: int, found: int) -> None:
-        """Count the tokens of a prompt, and those of them taken over from other prompts."""
-        self._queries.labels(model).inc(asked)
-        self._hits.labels(model).inc(found)
 
     def refused(self, status: int) -> None:
         self._refused.labels(self._crowd, str(status)).inc()
@@ -55,8 +44,6 @@ class Metrics:
         """Observe when a text arrived, left the queue, and had its first and last token, in seconds of one clock."""
         self._queued.labels(model).observe(admitted - arrived)
         self._first.labels(model).observe(first - arrived)
-        self._prefill.labels(model).observe(first - admitted)
-        self._decode.labels(model).observe(last - first)
         self._whole.labels(model).observe(last - arrived)
         if tokens > 1:
             self._between.labels(model).observe((last - first) / (tokens - 1))

@@ -185,7 +185,7 @@ class RemoteAgents:
     def _count(self) -> None:
         """Report to the metrics how many texts are being written and how many wait for a slot."""
         running = min(len(self._tasks), self._slots)
-        self._metrics.load(running, len(self._tasks) - running, self._slots)
+        self._metrics.load(running, len(self._tasks) - running)
 
     def cancel(self, jobs: Iterable[Job]) -> None:
         """Give up these texts and their requests to the engine."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
@@ -325,8 +325,6 @@ def bad(param: str | None, message: str, code: str = "invalid_value") -> ApiProb
 #: The length of a completion without `max_tokens`, as at OpenAI; a chat may continue to the end of the context.
 COMPLETION_TOKENS: Final = 16
 BASE: Final = "base"
-#: Characters of a prompt that are tokenised at a time before it is known that it may fit, about 25 ms of work.
-PIECE: Final = 1 << 14
 #: Characters that a tokenizer may drop or join without limit, and how many of one are tried.
 _ODD: Final = ("\U0010fffd", "\u0301", "\x01", " ", "\n", "a")
 _TRIED: Final = 4096
@@ -391,6 +389,12 @@ class Served:
         for name, each in [*(("prompt", each) for each in prompts), ("messages", given.get("messages"))]:
             if isinstance(each, list) and len(each) > self.context:
                 raise self.too_long(name, f"sent {len(each)} {'messages' if name == 'messages' else 'tokens'}")
+
+    def require_short(self, param: str, texts: Sequence[str]) -> None:
+        """Refuse texts with more characters than fit, before they are tokenised. Raises ApiProblem."""
+        most, count = self.characters, sum(map(len, texts))
+        if most is not None and count > most:
+            raise self.too_long(param, f"sent {count} characters, of which at most {most} fit")
 
     def require_choices(self, count: int) -> None:
         """Raises ApiProblem if one request may not ask for so many answers."""
@@ -462,37 +466,22 @@ def prompts_of(body: AnyBody, served: Served) -> Sequence[Prompt]:
     return prompts
 
 
-def texts_of(prompt: Prompt, served: Served) -> list[str]:
-    """What a prompt says as text: of a chat no thoughts and no space around messages, which templates may leave out.
+def ids_of(prompt: Prompt, served: Served) -> list[int]:
+    """The token ids of a prompt.
 
     Raises:
-        ApiProblem: it has too many characters to fit.
+        ApiProblem: it has too many characters to fit, or the chat template refuses it.
     """
     if isinstance(prompt, str):
-        param, texts = "prompt", [prompt]
-    else:
-        said = [each.content for each in prompt if isinstance(each, Message)]
-        param, texts = "messages", [each.rpartition("</think>")[2].strip() for each in said]
-    most, count = served.characters, sum(map(len, texts))
-    if most is not None and count > most:
-        raise served.too_long(param, f"sent {count} characters, of which at most {most} fit")
-    return texts
-
-
-def pieces_of(texts: Sequence[str]) -> Iterator[str]:
-    """Texts in pieces, each of which is tokenised in a moment."""
-    return (text[at : at + PIECE] for text in texts for at in range(0, len(text), PIECE))
-
-
-def ids_of(prompt: Prompt, served: Served) -> list[int]:
-    """The token ids of a prompt. Raises ApiProblem if the chat template refuses it."""
-    if isinstance(prompt, str):
+        served.require_short("prompt", [prompt])
         return served.prompter.plain_ids(prompt)
-    said = [each.turn for each in prompt if isinstance(each, Message)]
+    said = [each for each in prompt if isinstance(each, Message)]
     if not said:
         return [each for each in prompt if isinstance(each, int)]
+    # Templates may leave out thoughts, and the space around messages.
+    served.require_short("messages", [each.content.rpartition("</think>")[2].strip() for each in said])
     try:
-        return served.prompter.ids(said)
+        return served.prompter.ids([each.turn for each in said])
     except CiLlmError as error:
         raise bad("messages", str(error)) from error
 

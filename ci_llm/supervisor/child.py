@@ -177,27 +177,17 @@ class Child:
         control_end, self._control = os.pipe()
         self._report, report_end = os.pipe()
         self._reported = b""
-        try:
-            self._shim = start_shim(
-                command,
-                _environment(environment, unbuffered=not self._channels[0].is_terminal),
-                grace_s=grace_s,
-                control_fd=control_end,
-                report_fd=report_end,
-                stdout_fd=self._channels[0].child_end,
-                stderr_fd=self._channels[-1].child_end,
-            )
-        except BaseException:
-            os.close(self._control)
-            os.close(self._report)
-            self._start_channels(control_end, report_end)
-            for channel in self._channels:
-                channel.has_ended(_FLUSH_S)
-            raise
-        self._start_channels(control_end, report_end)
-
-    def _start_channels(self, *ends: int) -> None:
-        for end in ends:  # only the shim may hold these: otherwise neither side would see the end of the other
+        self._shim = start_shim(
+            command,
+            _environment(environment, unbuffered=not self._channels[0].is_terminal),
+            grace_s=grace_s,
+            control_fd=control_end,
+            report_fd=report_end,
+            stdout_fd=self._channels[0].child_end,
+            stderr_fd=self._channels[-1].child_end,
+        )
+        # Only the shim may hold these: otherwise neither side would see the end of the other.
+        for end in (control_end, report_end):
             os.close(end)
         for channel in self._channels:
             channel.start()

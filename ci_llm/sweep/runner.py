@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,9 +30,9 @@ from ci_llm.data.agent_rows import sampled
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, NonFinite
 from ci_llm.interrupts import Interrupts
-from ci_llm.run.end.attempt import Attempt, end_at_once
+from ci_llm.run.end.attempt import Attempt
 from ci_llm.run.end.result import write_page
-from ci_llm.run.job import meet, run_among
+from ci_llm.run.job import joined, run_among
 from ci_llm.run.start.cost_model import USABLE, Untraceable, flops_per_s, lengths_of, trace_longest
 from ci_llm.run.start.loading import Loaded, choice_by_test_rows, load, steps_of
 from ci_llm.run.step.callbacks import Callbacks
@@ -197,31 +196,24 @@ class SweepRunner:
 
     def plan(self) -> HalvingPlan:
         """The plan of the sweep, for a dry run."""
-        processes = meet(self._reading.config, self._launch, self._interrupts)
-        try:
+        with joined(self._reading.config, self._launch, self._interrupts, lambda: 1) as processes:
             steps, per_pass = self._plan(self._load(processes), processes)
             return plan_of(self._reading, steps, per_pass)
-        finally:
-            processes.shutdown()
 
-    def run(self) -> tuple[Sweep, str | None]:
+    def run(self) -> tuple[Sweep, int]:
         """Train until the sweep is complete or is asked to stop.
 
         Returns:
-            the sweep, and the reason for which it stopped; None if it is complete.
+            the sweep, and the exit code.
 
         Raises:
             CiLlmError: the reason is on record in the folder of the sweep.
         """
-        processes = meet(self._reading.config, self._launch, self._interrupts)
         code = 1
-        try:
+        with joined(self._reading.config, self._launch, self._interrupts, lambda: code) as processes:
             sweep, stop = self._lead(processes)
             code = exit_code_after_stop(stop, self._reading.config.interrupted_exit_code) if stop else 0
-            return sweep, stop
-        finally:
-            if not processes.shutdown():
-                end_at_once(code, sys.exc_info()[1])
+            return sweep, code
 
     def _lead(self, processes: Processes) -> tuple[Sweep, str | None]:
         """Lease the folder, keep its status, and train."""

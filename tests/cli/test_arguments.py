@@ -26,18 +26,9 @@ def test_options_may_be_typed_with_underscores(typed: list[str], parser: Parser)
     assert "max_new_tokens" not in parser.format_help()
 
 
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (["generate", "run", "hi", "--tokens"], "add --json"),
-        (["export", "run", "--to", "a", "--weights", "1,x"], "'1,x' is not a list of numbers, such as 0.5,0.5"),
-    ],
-)
-def test_a_misspelt_option_is_answered_with_the_right_one(
-    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == 2
-    assert hint in capsys.readouterr().err
+def test_a_misspelt_value_is_answered_with_a_right_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "run", "--to", "a", "--weights", "1,x"]) == 2
+    assert "'1,x' is not a list of numbers, such as 0.5,0.5" in capsys.readouterr().err
 
 
 def test_options_stand_anywhere_among_other_words() -> None:

@@ -36,7 +36,7 @@ VERBS = {
     "report RUN": None,
     "compare RUN RUN": None,
     "status RUN": None,
-    "watch RUN --once": None,
+    "watch RUN": None,
     "push RUN --to hub:user/name": None,
     "agents stop RUN 0": None,
     "checkpoints list RUN": None,

@@ -69,13 +69,12 @@ def test_json_holds_the_fields_of_details(
     wanted = crowd.generate(QUESTIONS, details=True, max_new_tokens=24)
     file = tmp_path / "questions.jsonl"
     file.write_text("".join(json.dumps({"question": q, "answer": "left out"}) + "\n" for q in QUESTIONS))
-    lines = asked(capsys, run / "final_checkpoint", "--file", file, *SHORT, "--json", "--tokens").splitlines()
+    lines = asked(capsys, run / "final_checkpoint", "--file", file, *SHORT, "--json").splitlines()
     found = [json.loads(line) for line in lines]
     assert [list(answer)[:5] for answer in found] == [["prompt", "answer", "agents", "confidence", "disagreement"]] * 3
-    assert found == [json.loads(json.dumps(asdict(answer))) for answer in wanted]
-    [short] = map(json.loads, asked(capsys, run, QUESTIONS[0], *SHORT, "--json").splitlines())
-    assert "tokens" not in short
-    assert short["agents"] == found[0]["agents"]
+    fields = [json.loads(json.dumps(asdict(answer))) for answer in wanted]
+    assert all(answer.pop("tokens") for answer in fields)
+    assert found == fields
 
 
 @pytest.mark.slow
@@ -205,29 +204,14 @@ def copied(run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "copied"))
 
 
-def test_a_damaged_checkpoint_is_named_with_the_command_that_verifies(
+def test_a_damaged_checkpoint_is_named_with_the_command_that_lists_the_others(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = copied / "final_checkpoint" / "agent1" / "adapter_model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     told = refused(capsys, copied, "hello")
     assert "final_checkpoint is damaged: agent1/adapter_model.safetensors" in told
-    assert f"ci-llm checkpoints verify {copied / 'final_checkpoint'}" in told
-
-
-def test_the_checkpoint_before_a_damaged_one_answers(
-    crowd: Crowd, copied: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_crowd(crowd, copied / "checkpoint_step_7")
-    damaged = copied / "final_checkpoint" / "agent1" / "adapter_model.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    assert main.main(["generate", str(copied), "hello", "--max-new-tokens", "2"]) == 0
-    said = capsys.readouterr()
-    assert said.out
-    assert said.err.count("damaged") == 1
-    assert "final_checkpoint is damaged: agent1/adapter_model.safetensors" in said.err
-    assert said.err.endswith("; checkpoint_step_7 answers in its place\n")
-    assert sorted(path.name for path in copied.iterdir()) == ["checkpoint_step_7", "final_checkpoint"]
+    assert f"ci-llm checkpoints list {copied}" in told
 
 
 @pytest.mark.slow
@@ -250,17 +234,11 @@ def status(folder: Path, state: Any, step: int) -> None:
     (folder / "status.json").write_text(json.dumps(asdict(made)))
 
 
-def test_a_run_without_a_checkpoint_says_what_to_wait_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_checkpoint_names_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status(tmp_path, "running", 12)
     told = refused(capsys, tmp_path, "hello")
-    assert "the run is running at step 12, and has no checkpoint" in told
-    assert "wait for its first one" in told
-    status(tmp_path, "interrupted", 3)
-    told = refused(capsys, tmp_path, "hello")
-    assert "the run is interrupted at step 3, and has no checkpoint" in told
-    assert "hint:  python train.py" in told
-    status(tmp_path, "vanished", 4)
-    assert "the run has vanished at step 4, and has no checkpoint" in refused(capsys, tmp_path, "hello")
+    assert "this run has not saved a checkpoint yet" in told
+    assert f"ci-llm status {tmp_path}" in told
 
 
 @pytest.mark.slow

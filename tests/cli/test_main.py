@@ -19,7 +19,7 @@ import pytest
 
 from ci_llm import interrupts
 from ci_llm.cli import command as guard
-from ci_llm.cli import entry, main, supervise
+from ci_llm.cli import main, supervise
 from ci_llm.core.run_status import Status
 from ci_llm.errors import ConfigError
 from ci_llm.run.job import Result
@@ -193,7 +193,7 @@ def test_an_import_error_in_other_code_is_a_failure_of_the_run(monkeypatch: pyte
     monkeypatch.setattr(main, "main", job)
     monkeypatch.setattr(interrupts, "_process_ends", False)  # to be put back: this process does not end with it
     with pytest.raises(ModuleNotFoundError, match="package_of_somebody_else"):
-        entry.run_command("main", [])
+        main.run_script([])
 
 
 # From another folder
@@ -256,8 +256,8 @@ def test_from_another_folder_the_supervisor_starts_the_project_s_trainer(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     training = supervise._target(parse_options(["experiment_name=a"]))
-    assert training.begin_attempt()[0] == [sys.executable, str(ROOT / "train.py"), "experiment_name=a"]
+    assert training.begin_attempt()[0] == [sys.executable, "-m", "ci_llm", "train", "experiment_name=a"]
     with pytest.raises(ConfigError, match="no such training script"):
         supervise._target(parse_options(["--lr-key", "lr"]))  # meant for another script, which is not there
-    (tmp_path / "train.py").write_text("from ci_llm.cli.entry import run_command")
+    (tmp_path / "train.py").write_text("from ci_llm.cli.main import run_script")
     assert supervise._target(parse_options([])).begin_attempt()[0] == [sys.executable, "train.py"]

@@ -13,6 +13,7 @@ import pytest
 
 from ci_llm.cli import asking
 from ci_llm.cli.main import main
+from ci_llm.errors import BadInput
 from tests.cli.test_checkpoints import make_run, verb
 
 
@@ -47,7 +48,8 @@ def test_a_pushed_run_is_listed_verified_compared_and_pulled(
     assert verb("list", f"{url}/checkpoint_step_1", "--quick") == 0
     assert "checkpoint_step_2" not in capsys.readouterr().out
     assert verb("verify", url) == 0
-    assert capsys.readouterr().out.splitlines() == [f"{name}: verified" for name in names]
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(": verified, ")[0] for line in said] == names
     assert verb("diff", url, run) == 0
     assert "bit-identical" in capsys.readouterr().out
     assert verb("diff", f"{url}/checkpoint_step_1", run, "--json") == 1
@@ -72,20 +74,18 @@ def test_a_run_whose_steps_are_in_its_mirror_only_has_something_to_continue(
         assert "there is no checkpoint to continue from" in capsys.readouterr().err
 
 
-def test_a_mirror_may_hold_crowds_that_write_and_crowds_that_score(
-    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_crowd_in_a_mirror_is_asked_in_a_copy_of_its_final_checkpoint(
+    url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[str] = []
+    opened: list[Path] = []
 
-    def noted(path: str, base_model: str | None) -> tuple[SimpleNamespace, list[str]]:
-        opened.append(path)
-        return SimpleNamespace(reads_pairs=False), []
+    def noted(path: str, base_model: str | None) -> None:
+        opened.append(Path(path))
+        raise BadInput("it is not a crowd")
 
     monkeypatch.setattr(asking, "open_run", noted)
-    assert main(["generate", url, "a", "--best-of", "2", "--reward", url]) == 2
-    assert "give no rewards" in capsys.readouterr().err
-    assert [Path(path).name for path in opened] == ["final_checkpoint"] * 2
-    assert all(Path(path).is_dir() for path in opened)
+    assert main(["generate", url, "a"]) == 2
+    assert [path.name for path in opened if path.is_dir()] == ["final_checkpoint"]
 
 
 def test_a_folder_with_older_steps_does_not_remove_newer_ones_from_the_mirror(

@@ -95,18 +95,6 @@ def test_answers_are_scored_beside_their_prompts(
     assert "objective=reward" in said
 
 
-def test_the_best_of_several_answers(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["generate", folders["writers"], "2 + 2?\n", "--max-new-tokens", 4, "--best-of", 3]
-    words += ["--reward", folders["reward"], "--json"]
-    code, out, _ = called(capsys, *words)
-    assert code == 0
-    found = json.loads(out)
-    assert len(found["answers"]) == 3
-    assert found["reward"] == max(one["reward"] for one in found["answers"])
-    assert {"answer": found["answer"], "reward": found["reward"]} in found["answers"]
-    assert called(capsys, *words)[1] == out
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -117,9 +105,6 @@ def test_the_best_of_several_answers(folders: dict[str, Path], capsys: pytest.Ca
         (("generate", "classes", "a"), "these agents have heads"),
         (("chat", "classes"), "these agents have heads"),
         (("serve", "classes", "--port", "0"), "these agents have heads"),
-        (("generate", "writers", "a", "--best-of", "4"), "go together"),
-        (("generate", "writers", "a", "--best-of", "2", "--reward", "classes"), "give no rewards"),
-        (("generate", "writers", "a", "--best-of", "2", "--reward", "reward", "--agents"), "without --agents"),
         (("export", "classes", "--merge", "svd", "--to", "x"), "agents with heads are not merged"),
         (("export", "classes", "--agent", "0", "--into-base", "--to", "x"), "agents with heads are neither"),
     ],

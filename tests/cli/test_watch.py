@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from ci_llm.cli.main import main
+from ci_llm.cli.runs import look_again
+from ci_llm.core.run_folder import record_attempt
 from ci_llm.interrupts import ABORTED_EXIT_CODE
+from ci_llm.report.status import look_at
 from tests.report.folders import FRESH, leave_run, leave_status, metrics
 from tests.supervisor.terminal import Terminal
 
@@ -25,7 +29,8 @@ def watch(*words: str | Path) -> Terminal:
 
 def test_status_of_a_run_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave_run(tmp_path / "run", status="running")
-    leave_status(tmp_path / "run", "running", 20, total_steps=60, heartbeat=FRESH)
+    leave_status(tmp_path / "run", "running", 20, total_steps=60, heartbeat=FRESH, warning="the loss has risen to 7")
+    record_attempt(tmp_path / "run", 1, 0, {"slurm_job": "8"})
     assert main(["status", str(tmp_path / "run")]) == 3
     assert capsys.readouterr().out.splitlines() == [
         "running: step 20, attempt 1, process 1 on here",
@@ -33,6 +38,8 @@ def test_status_of_a_run_that_trains(tmp_path: Path, capsys: pytest.CaptureFixtu
         "loss 0.1 (0.1 0.2)",
         "evaluation after step 20: crowd nll 0.05 (agents 0.05)",
         "attempt 1 on here, heartbeat 0 s ago",
+        "SLURM job 8",
+        "warning: the loss has risen to 7",
     ]
 
 
@@ -49,20 +56,37 @@ def test_status_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 # Watch
 
 
-def test_watch_without_a_terminal_prints_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    leave_run(tmp_path / "a", status="running")
-    leave_run(tmp_path / "b")
-    assert main(["watch", str(tmp_path)]) == 3
-    told = capsys.readouterr().out
-    rows = [line.split()[:3] for line in told.splitlines()]  # releases of rich leave other gaps
-    assert ["a", "running", "20"] in rows
-    assert ["b", "completed", "20"] in rows
-    assert "\x1b" not in told
-    assert main(["watch", str(tmp_path / "b"), "--once"]) == 0
+def test_watch_without_a_terminal_is_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave_run(tmp_path / "run")
+    assert main(["watch", str(tmp_path / "run")]) == main(["status", str(tmp_path / "run")]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[: len(told) // 2] == told[len(told) // 2 :]
+
+
+@pytest.mark.parametrize("place", [{"supervised": True}, {"slurm_job": "7"}])
+def test_a_run_that_may_be_launched_again_is_waited_for(place: dict[str, object], tmp_path: Path) -> None:
+    leave_status(tmp_path, "running", 3)
+    assert not look_at(tmp_path).is_over
+    leave_status(tmp_path, "interrupted", 3, heartbeat=time.time())
+    assert look_at(tmp_path).is_over
+    record_attempt(tmp_path, 1, 0, place)
+    assert not look_at(tmp_path).is_over
+    leave_status(tmp_path, "interrupted", 3, heartbeat=time.time() - 500)
+    assert look_at(tmp_path).is_over
+    leave_status(tmp_path, "completed", 3, heartbeat=time.time())
+    assert look_at(tmp_path).is_over
+
+
+def test_a_status_that_cannot_be_read_says_why_and_ends_nothing(tmp_path: Path) -> None:
+    assert look_again(tmp_path) == (None, ["no run has begun here yet"])
+    (tmp_path / "status.json").write_text("[]")
+    found, [told] = look_again(tmp_path)
+    assert found is None
+    assert "not the status of a run" in told
 
 
 def test_watch_of_a_missing_run_is_a_bad_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["watch", str(tmp_path / "nothing"), "--once"]) == 2
+    assert main(["watch", str(tmp_path / "nothing")]) == 2
     assert f"where: {tmp_path / 'nothing'}" in capsys.readouterr().err
     assert main(["watch", "--twice"]) == 2
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from ci_llm.crowd.asking import TextSoFar, cut, held_back
+from ci_llm.data.prompts import Prompter
 from tests.data.test_encoder import byte_tokenizer
 
 
@@ -64,6 +65,16 @@ def test_a_character_is_sent_with_its_last_byte() -> None:
         text.update(ids[:count])
         told.append("".join(pieces))
     assert told == ["", "é", "é", "é", "é日", "é日b"]
+
+
+def test_the_channel_of_an_answer_is_not_part_of_its_text() -> None:
+    tokenizer = byte_tokenizer()
+    names = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    written = "<|channel|>analysis<|message|>2+5<|end|><|start|>assistant<|channel|>final<|message|>=7"
+    ids = tokenizer(written, add_special_tokens=False)["input_ids"]
+    assert Prompter(tokenizer).text(ids) == "2+5=7"
+    assert streamed(tokenizer, ids, []) == (["2", "+", "5", "=", "7"], len(ids))
 
 
 @pytest.mark.parametrize(

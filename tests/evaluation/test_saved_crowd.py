@@ -404,16 +404,8 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path, capsys: pytest.Ca
     told = refusal(capsys, tmp_path)
     assert "there is no checkpoint at this path" in told
     assert "evaluate, generate and chat also take a base" in told
-    assert "there is no such folder" in refusal(capsys, tmp_path / "missing")
+    assert "there is no checkpoint at this path: it does not exist" in refusal(capsys, tmp_path / "missing")
     assert "not the URL of a mirror" in refusal(capsys, "ftp://bucket/run")
-
-
-def test_a_run_without_a_checkpoint_yet_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.report.folders import leave_status
-
-    leave_status(tmp_path, "running", 3)
-    said = refusal(capsys, tmp_path)
-    assert "the run is running at step 3, and has no checkpoint" in said
 
 
 def test_a_damaged_checkpoint_is_refused(

@@ -349,15 +349,8 @@ def test_wandb_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ids = []
     for attempt_number in (1, 2):
         log = make_log(tmp_path, io.StringIO())
-        remembered = {"wandb": ids[0]} if ids else {}
-        accelerator = make_accelerator()
-        log.start_trackers(
-            accelerator,
-            ("wandb",),
-            resumed_from=attempt_number - 1,
-            saved_state=remembered,
-            hyperparameters={"a": (1,)},
-        )
+        log.known_tracker_state = {"wandb": ids[0]} if ids else {}
+        log.start_trackers(make_accelerator(), ("wandb",), attempt_number - 1, {"a": (1,)})
         log.metrics(attempt_number, {"loss": 1.0})
         ids.append(log.tracker_state()["wandb"])
         log.close()

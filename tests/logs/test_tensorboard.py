@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import urllib.parse
-import urllib.request
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,20 +75,6 @@ def test_in_the_folder_our_names_stand_alone(run: Path) -> None:
     assert not {"train/loss", "train/grad_norm", "train/epoch", "eval/loss"} & set(lines[0])
 
 
-@pytest.fixture
-def board(run: Path) -> str:
-    """The address of a TensorBoard of this process, for the run under its name."""
-    program = pytest.importorskip("tensorboard.program", reason="there is no tensorboard; make install")
-    server = program.TensorBoard()
-    server.configure(argv=[None, "--logdir_spec", f"mine:{run / 'tensorboard'}", "--port", "0", "--load_fast", "false"])
-    return str(server.launch())
-
-
-def ask(board: str, path: str, **query: str) -> Any:
-    with urllib.request.urlopen(f"{board}data/{path}?{urllib.parse.urlencode(query)}") as answer:
-        return json.load(answer)
-
-
 def test_charts_are_those_of_the_objective() -> None:
     held_out = "the crowd and its agents, on rows held out"
     assert {*layout(measures_of("classification"))[held_out]} == {
@@ -100,19 +85,12 @@ def test_charts_are_those_of_the_objective() -> None:
     assert pairs["pairs ranked right"][1][1] == "eval/crowd/rewards/accuracies$"
 
 
-@pytest.mark.slow
-def test_tensorboard_draws_all_agents_and_the_crowd_into_one_chart(board: str) -> None:
-    [name] = ask(board, "runs")
-    assert name.startswith("mine")
-    layout = ask(board, "plugin/custom_scalars/layout")
-    charts = {chart["title"]: chart["multiline"]["tag"] for group in layout["category"] for chart in group["chart"]}
+def test_all_agents_and_the_crowd_are_in_one_chart(events: EventAccumulator) -> None:
+    assert "custom_scalars__config__" in events.Tags()["tensors"]
+    charts = {title: chart[1] for group in layout(measures_of("sft")).values() for title, chart in group.items()}
     assert {*charts} == {"loss", "gradient norm", "nll", "exact match"}
     drawn = {
-        title: {
-            tag
-            for pattern in patterns
-            for tag in ask(board, "plugin/custom_scalars/scalars", run=name, tag=pattern)["tag_to_events"]
-        }
+        title: {tag for tag in events.Tags()["scalars"] if any(re.match(pattern, tag) for pattern in patterns)}
         for title, patterns in charts.items()
     }
     agents = [f"agent{k}" for k in range(AGENTS)]

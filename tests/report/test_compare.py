@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +14,6 @@ from ci_llm.core.evaluation_file import Evaluation
 from ci_llm.core.measures import share_interval, unpaired_interval
 from ci_llm.report.scores import comparable, differences
 from tests.report.folders import ASKED, evaluation, leave_run, prediction
-from tests.support.children import ROOT
-from tools.testbed.events import DEADLINE_S
 
 
 def test_wilsons_interval_is_that_of_the_tables() -> None:
@@ -121,15 +117,3 @@ def test_a_bad_call_is_one_message(
     assert main(["compare", *(str(tmp_path / word) for word in words)]) == 2
     told = capsys.readouterr()
     assert (told.out, message in told.err, "Traceback" in told.err) == ("", True, False)
-
-
-@pytest.mark.slow
-def test_the_first_line_waits_for_neither_torch_nor_numpy(two: list[str]) -> None:
-    code = (
-        "import sys; from ci_llm.cli.main import main; main(['compare', *sys.argv[1:]]); "
-        "print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *two], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
-    )
-    assert done.stdout.endswith("set()\n"), done

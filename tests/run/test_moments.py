@@ -237,7 +237,7 @@ def test_a_step_is_given_up_when_it_cannot_end_within_the_grace() -> None:
 AT_THE_DOOR = """
 import os, signal, sys
 def listen(event, arguments):
-    if event == "import" and arguments[0] == "ci_llm.cli.entry":
+    if event == "import" and arguments[0] == "ci_llm.cli.main":
         os.kill(os.getpid(), signal.SIGTERM)
 sys.addaudithook(listen)
 """

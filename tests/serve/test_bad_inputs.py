@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import httpx
@@ -14,13 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ci_llm.data.prompts import Prompter
-from ci_llm.serve import Options, app, request
-from ci_llm.serve.app import of_run
 from ci_llm.serve.request import ApiProblem, ChatBody, CompletionBody, checked, parsed
 from tests.serve.listening import Listening, chat
 from tests.support import campaign
-from tests.support.crowds import disturbed_crowd
-from tools.testbed.events import DEADLINE_S
 
 T = TypeVar("T")
 MESSAGE = {"role": "user", "content": "Hello"}
@@ -139,7 +134,6 @@ def test_each_bad_input_is_refused_with_the_field_that_is_wrong(
 def test_wrong_paths_methods_and_keys_are_refused(served: Listening) -> None:
     http = served.http
     assert refused(http.post("/v1/responses", json={})) == (404, "unknown_url", None)
-    assert "the tokenizer in the folder of the run" in http.post("/tokenize", json={}).json()["error"]["message"]
     assert refused(http.get("/v1/chat/completions")) == (405, "method_not_allowed", None)
     assert refused(http.get("/v1/models/gpt-5")) == (404, "model_not_found", "model")
     for key in ("", "Bearer x", "Bearer ä"):
@@ -167,53 +161,30 @@ def test_a_body_without_a_length_is_limited_while_it_arrives(served: Listening) 
     assert served.http.get("/healthz").status_code == 200
 
 
-# Prompts that are too long: nobody waits for them
-
-
-class Tokenizer:
-    """What the prompter of a server was given to tokenise, and a gate before what is longer than `gate`."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.gate, self.at_gate, self.opened = 1 << 30, threading.Event(), threading.Event()
-
-    def sees(self, size: int) -> None:
-        self.sizes.append(size)
-        if size > self.gate:
-            self.at_gate.set()
-            assert self.opened.wait(DEADLINE_S), "nobody opened the gate"
+# Prompts that are too long
 
 
 @pytest.fixture
-def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
-    seen = Tokenizer()
+def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the texts that the prompter of a server was given."""
+    sizes: list[int] = []
     plain_ids, ids = Prompter.plain_ids, Prompter.ids
 
     def text(self: Prompter, text: str) -> list[int]:
-        seen.sees(len(text))
+        sizes.append(len(text))
         return plain_ids(self, text)
 
     def turns(self: Prompter, prompt: Any) -> list[int]:
-        seen.sees(len(prompt) if isinstance(prompt, str) else sum(len(turn["content"]) for turn in prompt))
+        sizes.append(len(prompt) if isinstance(prompt, str) else sum(len(turn["content"]) for turn in prompt))
         return ids(self, prompt)
 
     monkeypatch.setattr(Prompter, "plain_ids", text)
     monkeypatch.setattr(Prompter, "ids", turns)
-    return seen
-
-
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listening]:
-    """A server whose long prompts have 65 characters, and whose tokens may be of any length."""
-    for module in (app, request):
-        monkeypatch.setattr(module, "PIECE", 64)
-    monkeypatch.setattr(request.Served, "characters", None)
-    with Listening(of_run(disturbed_crowd(), Options(slots=4, queue=8))) as listening:
-        yield listening
+    return sizes
 
 
 @pytest.mark.slow
-def test_what_cannot_fit_is_refused_before_it_is_tokenised(served: Listening, tokenizer: Tokenizer) -> None:
+def test_what_cannot_fit_is_refused_before_it_is_tokenised(served: Listening, tokenised: list[int]) -> None:
     text = "7 pens " * 100_000
     said = [{"role": "user", "content": ""}] * 50_000
     bodies: dict[str, tuple[str, Any, tuple[int, str, str]]] = {
@@ -230,42 +201,11 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised(served: Listening, to
         "lists of ids": ("completions", {"prompt": [[1], [1] * 99_999]}, (400, "context_length_exceeded", "prompt")),
     }
     served.complete(prompt="x", max_tokens=1)  # the longest token is known
-    tokenizer.sizes.clear()
+    tokenised.clear()
     for name, (path, body, wanted) in bodies.items():
         assert refused(served.post(f"/v1/{path}", {"model": "crowd", **body})) == wanted, name
-    assert tokenizer.sizes == []
+    assert tokenised == []
     assert served.complete(prompt="x", max_tokens=1)["usage"]["completion_tokens"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_of_a_long_prompt_only_so_much_is_tokenised_as_shows_that_it_does_not_fit(
-    small_pieces: Listening, tokenizer: Tokenizer, path: str
-) -> None:
-    text = "7 pens " * 100_000
-    body = {"model": "crowd", "prompt": text} if path == "completions" else says(text)
-    param = "prompt" if path == "completions" else "messages"
-    assert refused(small_pieces.post(f"/v1/{path}", body)) == (400, "context_length_exceeded", param)
-    assert max(tokenizer.sizes) <= 64
-    assert len(tokenizer.sizes) < 100
-
-
-@pytest.mark.slow
-def test_a_short_request_is_answered_while_a_long_text_is_tokenised(
-    small_pieces: Listening, tokenizer: Tokenizer
-) -> None:
-    tokenizer.gate = 64
-    answers: list[httpx.Response] = []
-    body = {"model": "crowd", "prompt": "7 pens " * 20, "max_tokens": 1}
-    asking = threading.Thread(target=lambda: answers.append(small_pieces.post("/v1/completions", body)))
-    asking.start()
-    assert tokenizer.at_gate.wait(DEADLINE_S)
-    other = httpx.post(f"{small_pieces.url}/v1/completions", json={**body, "prompt": "x"}, timeout=DEADLINE_S)
-    assert other.json()["usage"]["completion_tokens"] == 1
-    assert not answers
-    tokenizer.opened.set()
-    asking.join(DEADLINE_S)
-    assert answers[0].json()["usage"]["completion_tokens"] == 1
 
 
 # Bodies that nobody thought of

