@@ -23,7 +23,6 @@ from transformers.pytorch_utils import Conv1D
 
 from ci_llm.base.quantized import QuantizedLinear, keep_part, replace_quantized_layers
 from ci_llm.base.targets import layer_list, text_model
-from ci_llm.core.quantities import size
 from ci_llm.distributed.processes import peer_errors
 from ci_llm.errors import ModelError
 
@@ -209,22 +208,6 @@ def gathered(tensor: Tensor) -> Tensor:
         return tensor
     with peer_errors():
         return tensor.full_tensor()  # type: ignore[no-any-return, attr-defined]
-
-
-def stored_here(tensor: Tensor) -> int:
-    """The bytes of the tensor in this process."""
-    local: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return local.nbytes
-
-
-def describe_shards(model: PreTrainedModel) -> str:
-    """The end of a log line about the part of a base in this process."""
-    parameters = [*model.parameters()]
-    if not any(map(is_sharded, parameters)):
-        return ", whole: there is one process, and nothing to share"
-    here, everything = sum(map(stored_here, parameters)), sum(parameter.nbytes for parameter in parameters)
-    count = dist.get_world_size()
-    return f", layers sharded over {count} processes: {size(here)} of {size(everything)} in each"
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:

@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from ci_llm.base.load import Base, fingerprint_of, load_base
 from ci_llm.base.quantized import QuantizedLinear
-from ci_llm.base.sharded import ShardedLayers, is_sharded, stored_here
+from ci_llm.base.sharded import ShardedLayers, is_sharded
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.next_token import Decoding
 from ci_llm.embedded import BASE_FOLDER
@@ -117,10 +117,10 @@ def share_of_bytes(name: str, quantization: str | None) -> int:
     plain, sharded, layers = both(name, quantization=quantization)
     gradients(sharded)
     layers.follow()
-    parts = [each for each in sharded.model.parameters() if is_sharded(each)]
+    parts: list[Any] = [each for each in sharded.model.parameters() if is_sharded(each)]
     assert len(parts) == len(sharded.storage.layers)
     assert sum(each.nbytes for each in parts) == sum(_stored(each.base_layer) for each in plain.storage.layers.values())
-    assert sum(map(stored_here, parts)) * dist.get_world_size() == sum(each.nbytes for each in parts)
+    assert sum(each.to_local().nbytes for each in parts) * dist.get_world_size() == sum(each.nbytes for each in parts)
     assert not any(is_sharded(each) for each in sharded.storage.rows)
     dist.barrier()
     return 0

@@ -99,6 +99,27 @@ def test_a_folder_with_older_steps_does_not_remove_newer_ones_from_the_mirror(
     assert "checkpoint_step_2: verified" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_push_heals_what_is_missing_or_damaged_in_the_mirror(
+    run: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (next((tmp_path / "mirror").glob(f"*/*/checkpoint_step_{step}/config.yaml")) for step in (1, 2))
+    first.unlink()
+    second.write_bytes(b"?" * second.stat().st_size)
+    assert verb("verify", url, "--json") == 1
+    assert json.loads(capsys.readouterr().out)["verified"] == ["final_checkpoint"]
+    assert verb("push", run, url, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["healed"] == [
+        "checkpoint_step_1/config.yaml is missing",
+        "checkpoint_step_2/config.yaml has another digest",
+    ]
+    assert verb("verify", url) == 0
+    capsys.readouterr()
+    assert verb("list", url, "--json") == 0
+    shelves = {each["name"]: each["line"] for each in json.loads(capsys.readouterr().out)["checkpoints"]}
+    assert shelves["superseded/checkpoint_step_2"] == "superseded"
+
+
 def test_calls_that_cannot_work_are_refused_with_advice(
     run: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,7 +70,7 @@ def test_a_sharded_run_has_the_bits_of_one_without_shards(
     ranks: int, keys: dict[str, Any], server: ForkServer, tmp_path: Path
 ) -> None:
     told = compare(server, tmp_path, ranks, **keys)
-    assert f"layers sharded over {ranks} processes" in told
+    assert f"layers sharded over {ranks} process(es)" in told
 
 
 @pytest.mark.parametrize("quantization", sampled(["null", "nf4"], ["nf4"]))

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ci_llm.base.load import Base, load_architecture, load_base, positions_of, require_positions
 from ci_llm.base.quantized import stored_quantization
-from ci_llm.base.sharded import ShardedLayers, describe_shards
+from ci_llm.base.sharded import ShardedLayers
 from ci_llm.config import Config
 from ci_llm.config.schema import ObjectiveKeys, RewardKeys
 from ci_llm.config.validation import objective_clashes
@@ -93,7 +93,7 @@ def load(config: Config, processes: Processes, longest: int | None = None, given
     if Encoder(base.tokenizer).has_clock and config.chat_date is None:
         settled["chat_date"] = processes.gather_object(date.today().isoformat())[0]
     stored = f", linear layers in {kind}" if (kind := stored_quantization(base.model.config)) else ""
-    shared = describe_shards(base.model) if config.base_sharding == "layers" else ""
+    shared = f", layers sharded over {processes.num_processes} process(es)" if config.base_sharding == "layers" else ""
     logger.info(
         f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}{stored}{shared}"
     )
