@@ -18,7 +18,6 @@ from ci_llm.config import foreign
 from ci_llm.config.own_keys import OWN_KEYS, why_common
 from ci_llm.config.parsing import (
     COMMAND_LINE,
-    NESTED_MAPPING,
     Entry,
     Items,
     Mapped,
@@ -94,7 +93,7 @@ def unknown(entry: Entry) -> Problem:
         values = foreign.TRANSLATIONS[name]
         means = "; ".join(f"{value} means {meaning}" for value, meaning in values.items() if meaning != foreign.ALWAYS)
         return Problem(entry.where, f"{entry.name} is {entry.raw}, but takes {' | '.join(values)}", means)
-    if entry.raw == NESTED_MAPPING:
+    if isinstance(entry.raw, Mapped):
         return Problem(
             entry.where,
             f"{entry.name} is not a key, but a group of keys",
