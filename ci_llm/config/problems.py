@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ci_llm.config import foreign
-from ci_llm.config.own_keys import OWN_KEYS, why_common
+from ci_llm.config.own_keys import OWN_KEYS
 from ci_llm.config.parsing import (
     COMMAND_LINE,
     Entry,
@@ -69,7 +69,7 @@ def misfit(key: str, entry: Entry) -> Problem:
     removed = foreign.REMOVED_VALUES.get(key, {}).get(entry.text)
     instead = removed or hint(field, entry.raw) or f"the default is {dump_value(field.default)}"
     if str(entry.raw).strip("'").startswith("[") and not takes_list(field) and key not in OWN_KEYS:
-        instead = f"it cannot differ between agents: {why_common(key)}"
+        instead = "give one value: it cannot differ between agents"
     if key == "num_warmup_steps" and re.fullmatch(r"0?\.[0-9]+", entry.text):  # a share, as in Transformers 5
         instead = f"write num_warmup_steps_ratio={entry.text}"
     return Problem(entry.where, what, instead)

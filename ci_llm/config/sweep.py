@@ -23,7 +23,7 @@ from ci_llm.config.config import Config, entries_of
 from ci_llm.config.foreign import FIELDS, key_of, normalized
 from ci_llm.config.key import Count, Metric
 from ci_llm.config.load import IN_CALL, FileEntries, build_reading, given_in_call, read_sources
-from ci_llm.config.own_keys import OWN_KEYS, why_common
+from ci_llm.config.own_keys import OWN_KEYS
 from ci_llm.config.problems import Problem
 from ci_llm.config.schema import DataKeys, with_trait
 from ci_llm.config.yaml_file import dump_value, read_flow
@@ -228,10 +228,7 @@ def _without_spaces(
 def _cannot_differ(key: str, entry: parsing.Entry) -> Problem:
     if key == "agents":
         return Problem(entry.where, "a sweep makes its agents of the spaces", "leave `agents` out")
-    if key in DataKeys.__annotations__:
-        what = f"{key} cannot differ between trials: all read the same rows in the same order"
-        return Problem(entry.where, what, "give it one value")
-    return Problem(entry.where, f"{key} cannot differ between trials: {why_common(key)}", "give it one value")
+    return Problem(entry.where, f"{key} cannot differ between trials", "give it one value")
 
 
 def _space_of(entry: parsing.Entry, key: str, problems: list[Problem]) -> _Space | None:
