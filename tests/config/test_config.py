@@ -716,22 +716,6 @@ def test_no_clash_is_made_up_from_a_value_that_is_wrong_itself(file: Path) -> No
     assert "is about classes" not in said
 
 
-def test_a_slice_is_not_a_split(file: Path) -> None:
-    file.write_text("dataset_split: train[:10]\nagents: [{dataset_split: 'train[10:]'}, {}]\nnum_agents: 2\n")
-    said = complaint(file, "eval_split=test[:5%]")
-    assert "train[:10] is a slice" in said
-    assert "train[10:] is a slice" in said
-    assert "write dataset_split=train, and the number of rows as max_train_samples" in said
-    assert "write eval_split=test, and the number of rows as eval_samples" in said
-
-
-@pytest.mark.parametrize("split", ["train[10:]", "[test]"])
-def test_a_slice_that_has_no_other_form_is_not_said_to_have_one(split: str) -> None:
-    said = complaint(None, f"eval_split={split}")
-    assert "a file of their own" in said
-    assert "eval_split=test" not in said
-
-
 def test_one_name_alone_is_a_list_of_one_in_python_too() -> None:
     config = Config(report_to="tensorboard", lora_target_modules="q_proj")
     assert config == load_config(None, ["report_to=tensorboard", "lora_target_modules=q_proj"])
