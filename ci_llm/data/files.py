@@ -54,9 +54,6 @@ def _unwrapped(data: Dataset | JsonRows, unnamed: str) -> dict[str, Dataset | Js
     """The splits of a file that is one JSON object: lists of rows by the name of their split, or below `data`, where
     numbers and texts beside it, such as a version, are left aside."""
     lists: Mapping[str, Any] = data[0] if len(data) == 1 else {}
-    if columns := _columns_of(lists):
-        rows_of_columns = zip(*columns.values(), strict=True)
-        return {unnamed: _in_memory([dict(zip(columns, row, strict=True)) for row in rows_of_columns])}
     if "data" in lists:
         lists = {name: value for name, value in lists.items() if isinstance(value, list | dict)}
     are_splits = lists.keys() <= {unnamed, "train", *EVAL_SPLITS} or lists.keys() == {"data"}
@@ -64,16 +61,6 @@ def _unwrapped(data: Dataset | JsonRows, unnamed: str) -> dict[str, Dataset | Js
     if not (lists and are_splits and are_rows):
         return {unnamed: data}
     return {unnamed if name == "data" else name: _in_memory(rows) for name, rows in lists.items()}
-
-
-def _columns_of(lists: Mapping[str, Any]) -> Mapping[str, Sequence[Any]]:
-    """The columns of an object that lists the values of each, as `Dataset.to_dict` writes it; empty if it is none."""
-    columns = [*lists.values()]
-    if "input_ids" in lists or len(columns) < 2 or not all(isinstance(column, list) for column in columns):
-        return {}
-    same_length = len({len(column) for column in columns}) == 1
-    plain = all(isinstance(value, str | int | float | None) for column in columns for value in column)
-    return lists if same_length and plain else {}
 
 
 def _in_memory(rows: Sequence[Mapping[str, Any]]) -> JsonRows:
