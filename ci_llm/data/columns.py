@@ -99,12 +99,11 @@ def _is_text(row: RawRow, *answers: Any) -> bool:
 def _are_turns(value: Any) -> bool:
     """True if a cell holds messages, or a single one, and no text."""
     turns = value if isinstance(value, list) else [value]
-    return any(isinstance(turn, Mapping) and {"role", "from", "messages"} & turn.keys() for turn in turns)
+    return any(isinstance(turn, Mapping) and {"role", "from"} & turn.keys() for turn in turns)
 
 
 def _read_pair(row: RawRow) -> Row | None:
     """A prompt, with its context and input, and its answer; both may be messages."""
-    row = _opened(row)
     given, answer = _asked(row), _said(row["answer"])
     begin = len(given) if _are_turns(row["prompt"]) else 0
     return _chat((*given, *answer), begin, tools_of(row.get("tools"))) if given and answer else None
@@ -121,18 +120,6 @@ def _asked(row: RawRow) -> tuple[Message, ...]:
         asked = "\n\n".join(filter(None, map(text_of, (row.get("context"), prompt, row.get("input")))))
         turns = (*_history(row.get("history")), Message("user", asked)) if asked.strip() else ()
     return _after_system(row, turns)
-
-
-def _opened(row: RawRow) -> RawRow:
-    """A row whose prompt is an object, as in OpenAI's pairs, with its messages and its tools as columns."""
-    prompt = row.get("prompt")
-    if not isinstance(prompt, Mapping):
-        return row
-    if odd := {key for key, value in prompt.items() if value} - {"messages", "tools", "parallel_tool_calls"}:
-        raise ValueError(
-            f"a prompt that is an object has messages and tools, and this one has {', '.join(sorted(odd))}"
-        )
-    return {**row, "prompt": prompt.get("messages") or [], "tools": row.get("tools") or prompt.get("tools")}
 
 
 def _history(value: Any) -> tuple[Message, ...]:
@@ -158,7 +145,6 @@ def _read_preference(row: RawRow) -> Row | None:
                 " text_column=chosen learns the better texts as they are"
             )
         return Pair(Completion(text_of(prompt), chosen), Completion(text_of(prompt), rejected), _margin(row))
-    row = _opened(row)
     said, given = [*map(_said, answers)], _asked(row)
     if not all(said) or said[0] == said[1]:
         return None
@@ -230,8 +216,7 @@ def _read_prompted(row: RawRow) -> Row | None:
         text = text_of(row["text"])
         return Prompted(Completion(None, text)) if text.strip() else None
     else:
-        row = _opened({"prompt": row.get("text"), **row})
-        turns = _asked(row)
+        turns = _asked({"prompt": row.get("text"), **row})
     if not any(turn.content.strip() for turn in turns):
         return None
     if turns[-1].role == "assistant":
@@ -344,8 +329,7 @@ class _Dialect:
 
 _CHAT: Final = "tools? system=system|system_prompt?"
 _PARTS: Final = f"input? context? history? {_CHAT}"
-#: OpenAI's pairs have names of their own.
-_TWO: Final = f"chosen=chosen|preferred_output rejected=rejected|non_preferred_output margin? {_CHAT}"
+_TWO: Final = f"chosen rejected margin? {_CHAT}"
 
 #: All forms, of which the first is taken whose columns are there.
 _DIALECTS: Final = (
