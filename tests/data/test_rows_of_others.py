@@ -257,11 +257,6 @@ def test_named_columns_leave_others_out_with_a_line() -> None:
     assert "columns that are not used: prompt" in found.description
 
 
-def test_fields_of_messages_that_nothing_reads_are_a_line() -> None:
-    found = rows({"messages": [{"role": "user", "content": "hi", "mood": "glad", "note": ["x"]}, *said("a yes")]})
-    assert "fields of messages that only a chat template may read: mood, note" in found.description
-
-
 @pytest.mark.parametrize(
     ("mark", "learned"),
     [
