@@ -44,7 +44,7 @@ def _texts(files: Sequence[str], **_stamps: object) -> Iterator[dict[str, str | 
 
 
 def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row, as JSON and as it is. A text is a row with a column `text`, a list one with `messages`.
+    """Each row, as JSON and as it is. A text in a list is a row with a column `text`, a list one with `messages`.
 
     Raises:
         ValueError: the file is not UTF-8, is broken at a line and column, or holds something else than rows.
@@ -59,7 +59,7 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         lines.seek(0)
         value = _decoded(lines.read(), 1, file) if first else []
     for number, each in enumerate(value if isinstance(value, list) else [value]):
-        yield _row(each, f"row {number} (counted from 0) of {file.name}")
+        yield _row({"text": each} if isinstance(each, str) else each, f"row {number} (counted from 0) of {file.name}")
 
 
 def _is_whole(line: str) -> bool:
@@ -82,7 +82,7 @@ def _decoded(text: str, number: int, file: Path) -> Any:
 
 def _row(value: Any, place: str) -> tuple[str, dict[str, Any]]:
     """A row as JSON and as it is, if the value is one and its text can be written as UTF-8."""
-    row = {"text": value} if isinstance(value, str) else {"messages": value} if isinstance(value, list) else value
+    row = {"messages": value} if isinstance(value, list) else value
     text = json.dumps(row, ensure_ascii=False)
     if not isinstance(row, dict):
         raise ValueError(f"expected an object with columns, found {text[:60]}: {place}")
