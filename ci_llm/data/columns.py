@@ -299,16 +299,13 @@ class _Dialect:
     kind: RowKind = "single"
     name: str = ""
 
-    def found_in(
-        self, columns: Sequence[str], known: Names = _ALL_FOUND, *, spelled: Callable[[str], str] = plain
-    ) -> Form | None:
+    def found_in(self, columns: Sequence[str], known: Names = _ALL_FOUND) -> Form | None:
         """The form with the columns that are there, if every part that it needs is.
 
         Args:
             known: the columns of parts that are named otherwise.
-            spelled: how the names of columns are compared.
         """
-        by_name = {spelled(column): column for column in reversed(columns)}
+        by_name = {plain(column): column for column in reversed(columns)}
         words = [word.rstrip("?").partition("=") for word in self.parts.split()]
         wanted = {part: known.get(part) or _NAMES.get(names) or (names or part).split("|") for part, _, names in words}
         found: dict[str, str] = {}
@@ -419,13 +416,13 @@ _WANTED: Final = (
 )
 
 
-def _first(dialects: Sequence[_Dialect], columns: Sequence[str], known: Names = _ALL_FOUND, **how: Any) -> Form | None:
+def _first(dialects: Sequence[_Dialect], columns: Sequence[str], known: Names = _ALL_FOUND) -> Form | None:
     """The first form whose columns are all there; see `_Dialect.found_in`."""
-    return next(filter(None, (each.found_in(columns, known, **how) for each in dialects)), None)
+    return next(filter(None, (each.found_in(columns, known) for each in dialects)), None)
 
 
 def find_form(columns: Sequence[str], wanted: RowKind | None = "single", known: Names = _ALL_FOUND) -> Form | None:
-    """The first form whose columns are all there, in any case; of single rows one by their very names comes first.
+    """The first form whose columns are all there, in any case.
 
     Args:
         wanted: what the rows are; None: any kind.
@@ -433,10 +430,7 @@ def find_form(columns: Sequence[str], wanted: RowKind | None = "single", known: 
     """
     dialects = _PROMPTED if wanted == "prompts" else _DIALECTS
     fitting = [each for each in dialects if wanted in (None, each.kind) and known.keys() <= each.needs]
-    form = _first(fitting, columns, known)
-    if form is None or form.kind != "single":
-        return form
-    return _first([each for each in fitting if each.kind == "single"], columns, spelled=str) or form
+    return _first(fitting, columns, known)
 
 
 def form_to_ask(columns: Sequence[str]) -> Form | None:

@@ -695,9 +695,9 @@ def test_one_of_two_columns_is_found_by_its_name() -> None:
         recognised(data, "here", named={"prompt": "q", "answer": "q"})
 
 
-def test_the_very_names_come_before_names_in_any_case() -> None:
+def test_names_count_in_any_case_and_forms_in_their_order() -> None:
     for columns, name in {
-        ("Question", "Answer", "text"): "text",
+        ("Question", "Answer", "text"): "Question + Answer",
         ("prompt", "response", "text"): "text",
         ("prompt", "chosen", "rejected", "messages"): "messages",
         ("query", "response", "label"): "query + response",
