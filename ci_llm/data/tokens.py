@@ -403,7 +403,7 @@ def _batch(columns: Sequence[Sequence[Any]]) -> Any:
     return pa.record_batch(arrays, schema=SCHEMA)
 
 
-def _array(values: Sequence[Any], kind: Any) -> Any:
+def _array(values: Any, kind: Any) -> Any:
     """An array of numbers, or of lists of numbers."""
     if pa.types.is_list(kind):
         ends = pa.py_buffer(np.cumsum([0, *map(len, values)], dtype=np.int32))
