@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ci_llm.config.foreign import FIELDS, UnknownNameError, resolve
-from ci_llm.config.own_keys import NAME, OWN_KEYS, names_of, why_common
+from ci_llm.config.own_keys import NAME, OWN_KEYS, names_of
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, lists_values
 from ci_llm.config.problems import Problem, by_key, given_twice, read_values, sound_values, unknown
 from ci_llm.config.yaml_file import read_flow
@@ -109,7 +109,7 @@ def _is_refused(entry: Entry, problems: list[Problem]) -> bool:
     if found is None or found[0] in OWN_KEYS:
         return False
     key = found[0]
-    what = f"{key} cannot differ between agents: {why_common(key)}"
+    what = f"{key} cannot differ between agents"
     problems.append(Problem(entry.where, what, "write it once for all, outside of `agents:`"))
     return True
 

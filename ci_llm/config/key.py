@@ -109,7 +109,6 @@ class Traits(TypedDict, total=False):
         own: an agent may have a value of its own; the number is the key's place among such keys, a new one comes last.
         shape: such a key gives an adapter its shape and scale: a copy of an agent has the same value.
         rows: such a key says which rows an agent trains on.
-        common: why all agents share the value, if the reason of its group in own_keys.py does not fit.
         stronger_than: the other key for the same thing; within one source this one decides, unless it is null.
         rivals: other ways to the same thing, of which one source may name one.
         no_sweep: why a sweep cannot take the key, and what to do instead.
@@ -121,7 +120,6 @@ class Traits(TypedDict, total=False):
     own: int
     shape: bool
     rows: bool
-    common: str
     stronger_than: str
     rivals: tuple[str, ...]
     no_sweep: tuple[str, str]

@@ -15,10 +15,12 @@ from ci_llm.config.foreign import FIELDS, NO_EFFECT, flag_form, key_of, read_wit
 from ci_llm.config.problems import Problem, by_key, clashing, error_of, expanded, read_values, sound_values, strays_of
 from ci_llm.config.schema import FOUND
 from ci_llm.config.validation import find_clashes
-from ci_llm.config.yaml_file import SWEEP, TOY, read_yaml
+from ci_llm.config.yaml_file import read_yaml
 from ci_llm.errors import ConfigError
 
 IN_CALL: Final = "train(...)"
+#: The key of a file whose value is a mapping of keys.
+TOY: Final = "toy"
 
 
 @dataclass(frozen=True)
@@ -78,15 +80,14 @@ def read_config(
 
 @dataclass(frozen=True)
 class FileEntries:
-    """The entries of a file, its section `sweep:` if it has one, and the entries of its section `toy:`.
+    """The entries of a file, and those of its section `toy:`.
 
-    Those of the toy count where base and rows are the embedded ones, below every other source.
+    The latter count where base and rows are the embedded ones, below every other source.
     """
 
     path: Path | None
     entries: list[parsing.Entry]
-    section: parsing.Entry | None = None
-    toy: tuple[parsing.Entry, ...] = ()
+    toy: Sequence[parsing.Entry] = ()
 
 
 def read_sources(
@@ -111,12 +112,14 @@ def read_file(path: str | os.PathLike[str] | None, problems: list[Problem]) -> F
     if path is None:
         return FileEntries(None, [])
     written = expanded(read_yaml(_read_text(Path(path)), os.fspath(path)), problems)
-    sections = {entry.name: entry for entry in written if entry.name in (SWEEP, TOY)}
-    rest = [entry for entry in written if entry.name not in sections]
-    toy = sections[TOY].raw if TOY in sections else parsing.Mapped(())
-    if not isinstance(toy, parsing.Mapped):
-        problems.append(Problem(sections[TOY].where, f"{TOY} is {toy}, but takes a mapping", "write key: value in it"))
-    return FileEntries(Path(path), rest, sections.get(SWEEP), toy.entries if isinstance(toy, parsing.Mapped) else ())
+    toy: list[parsing.Entry] = []
+    for section in (entry for entry in written if entry.name == TOY):
+        if isinstance(section.raw, parsing.Mapped):
+            toy += section.raw.entries
+        else:
+            what = f"{TOY} is {section.raw}, but takes a mapping"
+            problems.append(Problem(section.where, what, "write key: value in it"))
+    return FileEntries(Path(path), [entry for entry in written if entry.name != TOY], toy)
 
 
 def given_in_call(
@@ -165,8 +168,6 @@ def build_reading(
         lines = ["; ".join([*told, "defaults for all other keys"])]
     else:
         lines = [*parsing.describe_sources(file.path, *({**source} for source in sources))]
-    if file.section is not None:
-        lines.append(f"{file.section.where}: the section {SWEEP} is for `ci-llm sweep`")
     own, toy = take_own_entries(sources, problems), by_key(file.toy, problems, last_wins=False)
     config = _build(parsing.merge_sources(*sources), own, problems, check)
     if config.is_toy:

@@ -1,4 +1,4 @@
-"""The keys that agents may have of their own, as each agent has them, and why the others are common to all."""
+"""The keys that agents may have of their own, as each agent has them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pydantic import PrivateAttr
 
 from ci_llm.config import schema
 from ci_llm.config.parsing import STRONGER
-from ci_llm.config.run_keys import EvaluationKeys
 
 #: The keys for which an agent may have a value of its own, beside `name`.
 OWN_KEYS: Final = tuple(key for key, _ in sorted(schema.with_trait("own").items(), key=lambda own: own[1]))
@@ -21,23 +20,6 @@ ROWS_KEYS: Final = tuple(schema.with_trait("rows"))
 NAME: Final = "name"
 AUTO: Final = "auto"
 EMBEDDED: Final = "embedded"
-
-_WHY_COMMON: Final = schema.with_trait("common")
-_WHY_GROUP: Final[Mapping[type, str]] = {
-    schema.BaseModelKeys: "one frozen base carries all agents",
-    schema.AgentKeys: "it is about all agents together",
-    schema.ObjectiveKeys: "it is about all agents together",
-    schema.RewardKeys: "completions of all agents are drawn and judged alike",
-    schema.DataKeys: "the data of all agents are read alike",
-    schema.TrainingKeys: "all agents take their steps together, with one optimizer",
-    EvaluationKeys: "all agents are evaluated together",
-}
-
-
-def why_common(key: str) -> str:
-    """The reason why a key is the same for all agents."""
-    of_group = (why for group, why in _WHY_GROUP.items() if key in group.__annotations__)
-    return _WHY_COMMON.get(key) or next(of_group, "a run has one of it")
 
 
 def names_of(agents: Sequence[Mapping[str, Any]]) -> list[str]:

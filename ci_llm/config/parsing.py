@@ -91,7 +91,7 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Unusable:
-    """A value that no key takes; `what` names it: `a nested mapping`."""
+    """A value that no key takes; `what` names it: `the YAML tag !x`."""
 
     what: str
 
@@ -99,14 +99,11 @@ class Unusable:
         return self.what
 
 
-NESTED_MAPPING = Unusable("a nested mapping")
-
-
 @dataclass(frozen=True)
 class Items:
     """A list of values."""
 
-    values: tuple[Scalar | Items | Mapped | Unusable, ...]
+    values: tuple[Raw, ...]
 
     def __str__(self) -> str:
         shown = ["a nested list" if isinstance(value, Items) else str(value) for value in self.values[:5]]
@@ -115,7 +112,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Mapped:
-    """A mapping inside a list: the settings of one agent."""
+    """A mapping: the settings of one agent, a range of a sweep, or a group of keys, which is none here."""
 
     entries: tuple[Entry, ...]
 
@@ -235,7 +232,7 @@ def read_value(field: FieldInfo, raw: Raw) -> object:
     raise UnreadableError
 
 
-def _read_one(kind: _Kind, raw: Scalar | Items | Mapped | Unusable) -> object:
+def _read_one(kind: _Kind, raw: Raw) -> object:
     return _READERS[kind.type](kind, raw) if isinstance(raw, Scalar) else _MISS
 
 
@@ -349,13 +346,13 @@ def _bound(mark: Any) -> str | None:
 
 def hint(field: FieldInfo, raw: Raw) -> str | None:
     """The right spelling after a common slip: quotes, a leading zero, 1e3 for 1000, 1,5 for 1.5, BF16, a typo."""
-    if raw == NESTED_MAPPING:
-        return "keys are flat: one value per key"
     if not isinstance(raw, Scalar) and raw != NO_VALUE and any(kind.may_be_several for kind in kinds_of(field)):
         mapped = [value for value in raw.values if isinstance(value, Mapped)] if isinstance(raw, Items) else []
         if any(entry.name == "path" for value in mapped for entry in value.entries):
             return "give paths or names alone: the format of each is recognised by its columns"
         return "give paths or names; data in memory gets a path by ds.save_to_disk(FOLDER), or as a .jsonl file"
+    if isinstance(raw, Mapped):
+        return "keys are flat: one value per key"
     if isinstance(raw, Scalar) and _SPACE.match(raw.text):
         return "ci-llm sweep takes such a space of values, and tries some of them"
     if isinstance(raw, Scalar) and not _can_read(field, raw):

@@ -15,10 +15,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from ci_llm.config import foreign
-from ci_llm.config.own_keys import OWN_KEYS, why_common
+from ci_llm.config.own_keys import OWN_KEYS
 from ci_llm.config.parsing import (
     COMMAND_LINE,
-    NESTED_MAPPING,
     Entry,
     Items,
     Mapped,
@@ -70,7 +69,7 @@ def misfit(key: str, entry: Entry) -> Problem:
     removed = foreign.REMOVED_VALUES.get(key, {}).get(entry.text)
     instead = removed or hint(field, entry.raw) or f"the default is {dump_value(field.default)}"
     if str(entry.raw).strip("'").startswith("[") and not takes_list(field) and key not in OWN_KEYS:
-        instead = f"it cannot differ between agents: {why_common(key)}"
+        instead = "give one value: it cannot differ between agents"
     if key == "num_warmup_steps" and re.fullmatch(r"0?\.[0-9]+", entry.text):  # a share, as in Transformers 5
         instead = f"write num_warmup_steps_ratio={entry.text}"
     return Problem(entry.where, what, instead)
@@ -94,7 +93,7 @@ def unknown(entry: Entry) -> Problem:
         values = foreign.TRANSLATIONS[name]
         means = "; ".join(f"{value} means {meaning}" for value, meaning in values.items() if meaning != foreign.ALWAYS)
         return Problem(entry.where, f"{entry.name} is {entry.raw}, but takes {' | '.join(values)}", means)
-    if entry.raw == NESTED_MAPPING:
+    if isinstance(entry.raw, Mapped):
         return Problem(
             entry.where,
             f"{entry.name} is not a key, but a group of keys",
@@ -112,48 +111,35 @@ _FILES = {
 }
 
 
-#: `${NAME}`, `${oc.env:NAME}` or `${oc.env:NAME,default}`, as in shells and OmegaConf.
-_REFERENCE = re.compile(r"\$\{([^}]*\}?)")
-_VARIABLE = re.compile(r"(?:oc\.env:\s*)?([A-Za-z_]\w*)\s*\}|oc\.env:\s*([A-Za-z_]\w*)\s*,\s*([^{}]*?)\s*\}")
-
-
-class _UnknownVariable(Exception):
-    """A reference to something else than a variable of the environment, or to one that is not set."""
+#: `${NAME}`, a variable of the environment; or anything else of this form, which is none.
+_REFERENCE = re.compile(r"\$\{(\w+)\}|\$\{[^}]*\}?")
 
 
 def expanded(entries: Iterable[Entry], problems: list[Problem]) -> list[Entry]:
     """What a person wrote, with the variables of the environment that it names; any other `${...}` is a problem."""
     found = []
     for entry in entries:
-        try:
-            found.append(replace(entry, raw=_with_variables(entry.raw, problems)))
-        except _UnknownVariable as error:
-            what, instead = error.args
-            problems.append(Problem(entry.where, f"{entry.name} has {what}", instead))
+        unknown: list[str] = []
+        raw = _with_variables(entry.raw, unknown, problems)
+        if unknown:
+            what = f"{entry.name} has {unknown[0]}, which is no variable of the environment"
+            problems.append(Problem(entry.where, what, "export it and write ${NAME}, or write the value itself"))
+        else:
+            found.append(replace(entry, raw=raw))
     return found
 
 
-def _with_variables(raw: Raw, problems: list[Problem]) -> Any:
+def _with_variables(raw: Raw, unknown: list[str], problems: list[Problem]) -> Raw:
+    """The value with the variables in it; references to others are added to `unknown`."""
     if isinstance(raw, Items):
-        return Items(tuple(_with_variables(value, problems) for value in raw.values))
+        return Items(tuple(_with_variables(value, unknown, problems) for value in raw.values))
     if isinstance(raw, Mapped):
         return Mapped(tuple(expanded(raw.entries, problems)))
     if not isinstance(raw, Scalar) or "{{" in raw.text or "{%" in raw.text:  # the text of a chat template
         return raw
-    return replace(raw, text=_REFERENCE.sub(_variable, raw.text))
-
-
-def _variable(reference: re.Match[str]) -> str:
-    found = _VARIABLE.fullmatch(reference[1])
-    if found is None:
-        instead = "write ${NAME} or ${oc.env:NAME,default} for a variable of the environment, or the value itself"
-        raise _UnknownVariable(f"{reference[0]}, which is not expanded here", instead)
-    name, default = found[1] or found[2], found[3]
-    value = os.environ.get(name, default and default.strip("'\""))
-    if value is None:
-        instead = f"export {name}=..., or write ${{oc.env:{name},default}}, or the value itself"
-        raise _UnknownVariable(f"{reference[0]}, and the environment has no {name}", instead)
-    return value
+    found = {each[0]: os.environ.get(each[1] or "") for each in _REFERENCE.finditer(raw.text)}
+    unknown += [reference for reference, value in found.items() if value is None]
+    return replace(raw, text=_REFERENCE.sub(lambda each: found[each[0]] or "", raw.text))
 
 
 def strays_of(words: Sequence[str]) -> list[Problem]:

@@ -97,7 +97,6 @@ class AgentKeys(Keys):
     num_agents: Count = exact(
         4,
         "number of agents (K) that train together",
-        common="it is the length of the list",
         no_sweep=("a sweep has as many agents as trials", "write agents_per_pass=N for those of one pass"),
     )
     lora_rank: AutoCount = exact(
@@ -120,9 +119,7 @@ class AgentKeys(Keys):
     )
     use_rslora: bool = exact(False, "scale by alpha / sqrt(rank)", own=9, shape=True)
     initialize_adapters_rand: bool = exact(
-        True,
-        "false: all agents start alike, and lora_dropout or dropconnect_p tells them apart",
-        common="an agent's own start is keyed by its seed",
+        True, "false: all agents start alike, and lora_dropout or dropconnect_p tells them apart"
     )
     dropconnect_p: BelowOne = exact(
         0.0, "probability of dropping a weight of an adapter, drawn again in each step", own=13
@@ -130,11 +127,7 @@ class AgentKeys(Keys):
     agents: tuple[dict[str, Any], ...] = exact(
         (), "settings of single agents, a list of mappings over the common keys (docs/agents.md)"
     )
-    init_from: PathText | None = exact(
-        None,
-        "folder of PEFT adapters to start from, one for each agent or one for all",
-        common="it names the folder of all adapters, one for each agent",
-    )
+    init_from: PathText | None = exact(None, "folder of PEFT adapters to start from, one for each agent or one for all")
 
 
 class ObjectiveKeys(Keys):
@@ -262,7 +255,6 @@ class DataKeys(Keys):
     max_seq_length: AutoLength = exact(
         "auto",
         "tokens per row; auto: 256 on the embedded base, else of the longest row, if the base has the positions",
-        common="one length bounds the rows of all agents",
         evaluable=True,
     )
     max_train_samples: Count | None = exact(None, "train on the first n rows; null: on all", own=23, rows=True)
@@ -272,30 +264,17 @@ class DataKeys(Keys):
 class TrainingKeys(Keys):
     """Training: length, batch, optimizer, schedule"""
 
-    epochs: Positive = schedule(
-        3.0,
-        "passes over the rows, also a fraction such as 1.5; max_train_steps wins over it",
-        common="all agents take their steps together",
-    )
+    epochs: Positive = schedule(3.0, "passes over the rows, also a fraction such as 1.5; max_train_steps wins over it")
     max_train_steps: Count | None = schedule(
-        None,
-        "optimizer steps of the whole run; null: epochs decides",
-        common="all agents take their steps together",
-        stronger_than="epochs",
+        None, "optimizer steps of the whole run; null: epochs decides", stronger_than="epochs"
     )
-    batch_size: Count = rounding(
-        4,
-        "rows per process and micro-step",
-        common="all agents take the same number of rows in a micro-batch",
-        recorded=True,
-    )
+    batch_size: Count = rounding(4, "rows per process and micro-step", recorded=True)
     gradient_accumulation_steps: Count = rounding(
         1, "micro-steps per optimizer step; if not given, that of accelerate launch"
     )
     global_batch_size: Count | None = exact(
         None,
         "rows per optimizer step; null: batch_size x processes x gradient_accumulation_steps",
-        common="all agents take the same number of rows in a micro-batch",
         stronger_than="gradient_accumulation_steps",
     )
     learning_rate: AutoRate = exact(

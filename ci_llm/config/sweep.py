@@ -1,7 +1,7 @@
 """A sweep as it is written: the keys that have a space of values, and how its trials are run.
 
-A key has a space where its value is a list, `log(low, high)`, `uniform(low, high)` or `{low: , high: , log: true}`; in
-a file it can also stand in the section `sweep:`, with the keys of `SweepKeys`. Every other key is one of a run.
+A key has a space where its value is a list, `log(low, high)`, `uniform(low, high)` or `{low: , high: , log: true}`;
+beside it stand the keys of `SweepKeys`. Every other key is one of a run.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ci_llm.config import parsing
 from ci_llm.config.config import Config, entries_of
-from ci_llm.config.foreign import ACCEPTED, FIELDS, key_of, normalized
+from ci_llm.config.foreign import FIELDS, key_of, normalized
 from ci_llm.config.key import Count, Metric
 from ci_llm.config.load import IN_CALL, FileEntries, build_reading, given_in_call, read_sources
-from ci_llm.config.own_keys import OWN_KEYS, why_common
-from ci_llm.config.problems import Problem, given_twice, unknown
+from ci_llm.config.own_keys import OWN_KEYS
+from ci_llm.config.problems import Problem
 from ci_llm.config.schema import DataKeys, with_trait
 from ci_llm.config.yaml_file import dump_value, read_flow
 
@@ -168,8 +168,7 @@ def _read(
 ) -> SweepReading:
     written = _Written()
     rest_of_file = [*_without_spaces(file.entries, written, problems)]
-    _take_section(file.section, written, problems)
-    rest = [*_without_spaces(typed, written, problems, own_keys=True)]
+    rest = [*_without_spaces(typed, written, problems)]
     if not written.spaces:
         what = "no key has a space of values: there is nothing to sweep"
         problems.append(
@@ -182,7 +181,7 @@ def _read(
         FileEntries(
             file.path,
             [*(entry for entry in rest_of_file if key_of(entry) != "num_agents"), _candidates(spaces)],
-            toy=file.toy,
+            file.toy,
         ),
         [entry for entry in rest if key_of(entry) != "num_agents"],
         launcher,
@@ -210,62 +209,26 @@ def _candidates(spaces: Mapping[str, _Space]) -> parsing.Entry:
 
 
 def _without_spaces(
-    entries: Iterable[parsing.Entry], written: _Written, problems: list[Problem], *, own_keys: bool = False
+    entries: Iterable[parsing.Entry], written: _Written, problems: list[Problem]
 ) -> Iterator[parsing.Entry]:
-    """The entries that are keys of a run; what is of the sweep goes into `written`, over what is there.
-
-    Args:
-        own_keys: the keys of `SweepKeys` may stand here too.
-    """
+    """The entries that are keys of a run; what is of the sweep goes into `written`, over what is there."""
     for entry in entries:
-        if not _take(entry, written, problems, own_keys=own_keys):
-            if own_keys:  # one value on the command line sets a space of the file aside
-                written.spaces.pop(key_of(entry), None)
+        name, key = normalized(entry.name), key_of(entry)
+        if name in SweepKeys.model_fields:
+            written.keys[name] = entry
+        elif (found := _space_of(entry, key, problems)) is None:
+            written.spaces.pop(key, None)  # one value on the command line sets a space of the file aside
             yield entry
-
-
-def _take(entry: parsing.Entry, written: _Written, problems: list[Problem], *, own_keys: bool) -> bool:
-    """Put what is of the sweep into `written`; False for a key of a run with one value."""
-    name, key = normalized(entry.name), key_of(entry)
-    if own_keys and name in SweepKeys.model_fields:
-        written.keys[name] = entry
-    elif (found := _space_of(entry, key, problems)) is None:
-        return False
-    elif key in SPACE_KEYS:
-        written.spaces[key] = found
-    else:
-        problems.append(_cannot_differ(key, entry))
-    return True
-
-
-def _take_section(section: parsing.Entry | None, written: _Written, problems: list[Problem]) -> None:
-    """Read `sweep:` of a file."""
-    if section is None:
-        return
-    if not isinstance(section.raw, parsing.Mapped):
-        problems.append(Problem(section.where, f"sweep is {section.raw}, but takes a mapping", f"key: {_HOW}"))
-        return
-    seen: dict[str, parsing.Entry] = {}
-    for entry in section.raw.entries:
-        name = normalized(entry.name)
-        key = name if name in SweepKeys.model_fields else key_of(entry)
-        if key in seen:
-            problems.append(given_twice(key, seen[key], entry))
-        seen[key] = entry
-        if key not in (*SweepKeys.model_fields, *SPACE_KEYS):
-            problems.append(_cannot_differ(key, entry) if key in ACCEPTED else unknown(entry))
-        elif not _take(entry, written, problems, own_keys=True):
-            what = f"{key} has one value in the section sweep"
-            problems.append(Problem(entry.where, what, f"write it outside of the section, or as {_HOW}"))
+        elif key in SPACE_KEYS:
+            written.spaces[key] = found
+        else:
+            problems.append(_cannot_differ(key, entry))
 
 
 def _cannot_differ(key: str, entry: parsing.Entry) -> Problem:
     if key == "agents":
         return Problem(entry.where, "a sweep makes its agents of the spaces", "leave `agents` out")
-    if key in DataKeys.__annotations__:
-        what = f"{key} cannot differ between trials: all read the same rows in the same order"
-        return Problem(entry.where, what, "give it one value")
-    return Problem(entry.where, f"{key} cannot differ between trials: {why_common(key)}", "give it one value")
+    return Problem(entry.where, f"{key} cannot differ between trials", "give it one value")
 
 
 def _space_of(entry: parsing.Entry, key: str, problems: list[Problem]) -> _Space | None:
@@ -273,7 +236,7 @@ def _space_of(entry: parsing.Entry, key: str, problems: list[Problem]) -> _Space
     raw = read_flow(entry.raw)
     if isinstance(raw, parsing.Scalar) and not raw.quoted and (found := _RANGE.fullmatch(raw.text.strip())):
         return _range(entry, key, found[2], found[3], problems, log=found[1] != "uniform")
-    if isinstance(raw, parsing.Mapped):
+    if isinstance(raw, parsing.Mapped) and key in FIELDS:
         return _mapped_range(entry, raw, key, problems)
     if isinstance(raw, parsing.Items) and (
         key == "agents" or (key in FIELDS and parsing.lists_values(FIELDS[key], raw))

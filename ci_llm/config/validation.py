@@ -23,7 +23,6 @@ class Clash:
 
 def find_clashes(c: KeysOfEach) -> Iterator[Clash]:
     """Every combination that cannot work."""
-    yield from _slices(c)
     kinds = {c.lr_scheduler_type, *(own.get("lr_scheduler_type", c.lr_scheduler_type) for own in c.agents)}
     for kind in sorted(kinds & {"reduce_lr_on_plateau", "greedy"}):
         what = f"lr_scheduler_type {kind} follows the loss, not the step"
@@ -160,20 +159,6 @@ def _data_clashes(c: KeysOfEach) -> Iterator[Clash]:
     if c.val_set_size and c.val_set_size > 1 and not c.val_set_size.is_integer():
         what = f"val_set_size {c.val_set_size:g} is neither a share below 1 nor a number of rows"
         yield Clash(("val_set_size",), what, "write 0.05 for a twentieth of the rows, or 200 for 200 rows")
-
-
-def _slices(c: KeysOfEach) -> Iterator[Clash]:
-    """Parts of splits as the library `datasets` writes them."""
-    splits = [("dataset_split", own.get("dataset_split", c.dataset_split)) for own in [{}, *c.agents]]
-    for key, split in dict.fromkeys([*splits, ("eval_split", c.eval_split)]):
-        if not split or "[" not in split:
-            continue
-        name, _, part = split.partition("[")
-        hint = "write the rows that you mean to a file of their own"
-        if name and part.startswith(":"):
-            fewer = "max_train_samples" if key == "dataset_split" else "eval_samples"
-            hint = f"write {key}={name}, and the number of rows as {fewer}"
-        yield Clash((key,), f"{key} {split} is a slice, and a split is taken whole", hint)
 
 
 def find_notices(config: KeysOfEach) -> list[str]:

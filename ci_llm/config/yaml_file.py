@@ -13,13 +13,12 @@ from typing import Any
 
 import yaml
 
-from ci_llm.config.parsing import NESTED_MAPPING, Entry, Items, Mapped, Raw, Scalar, Unusable
+from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
 from ci_llm.errors import ConfigError
 
 _HINT = "write one `key: value` per line, with a space after the colon and none before the key"
-#: The keys whose value is a mapping: they are read as such, and every other group is refused.
-SWEEP, TOY = "sweep", "toy"
-DEEPEST = 3  # `agents: [{lora_target_modules: [q_proj]}]`: a list in a mapping in a list
+#: Lists and mappings in one another: `toy: {agents: [{lora_target_modules: [q_proj]}]}`.
+DEEPEST = 4
 _PLAIN_NAMES = ("str", "int", "float", "bool", "null", "timestamp", "seq", "map", "merge", "value")
 _PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{name}" for name in _PLAIN_NAMES)
 
@@ -53,7 +52,7 @@ def read_flow(raw: Raw) -> Raw:
         node = _compose(raw.text, "")
     except ConfigError:
         return raw
-    return raw if node is None else _section(node, "")
+    return raw if node is None else _raw(node, "")
 
 
 def read_texts(path: Path) -> dict[str, Any]:
@@ -98,34 +97,20 @@ def _compose(text: str, name: str) -> yaml.Node | None:
 
 
 def _entries(node: yaml.MappingNode, name: str, depth: int = 0) -> list[Entry]:
-    return [Entry(_key_text(key), _value(key, value, name, depth), _place(name, key)) for key, value in node.value]
+    return [Entry(_key_text(key), _raw(value, name, depth), _place(name, key)) for key, value in node.value]
 
 
-def _value(key: yaml.Node, node: yaml.Node, name: str, depth: int) -> Raw:
-    return _section(node, name) if depth == 0 and _key_text(key) in (SWEEP, TOY) else _raw(node, name, depth)
-
-
-def _section(node: yaml.Node, name: str) -> Raw:
-    """A value of a section. It may be a mapping, and the values of that mapping may be mappings too."""
-    if not isinstance(node, yaml.MappingNode) or node.tag not in _PLAIN_TAGS:
-        return _raw(node, name)
-    return Mapped(tuple(Entry(_key_text(key), _section(value, name), _place(name, key)) for key, value in node.value))
-
-
-def _raw(node: yaml.Node, name: str, depth: int = 0) -> Scalar | Items | Unusable:
+def _raw(node: yaml.Node, name: str, depth: int = 0) -> Raw:
+    """A value as it is written. The depth is bounded, because an alias may name what it stands in."""
     if node.tag not in _PLAIN_TAGS:
         return Unusable(f"the YAML tag {node.tag}")
     if isinstance(node, yaml.ScalarNode):
         return Scalar(node.value, quoted=node.style is not None)
-    if isinstance(node, yaml.SequenceNode) and depth < DEEPEST:
-        return Items(tuple(_item(child, name, depth + 1) for child in node.value))
-    return NESTED_MAPPING if isinstance(node, yaml.MappingNode) else Unusable("a nested list")
-
-
-def _item(node: yaml.Node, name: str, depth: int) -> Scalar | Items | Mapped | Unusable:
-    if isinstance(node, yaml.MappingNode) and node.tag in _PLAIN_TAGS and depth < DEEPEST:
+    if depth == DEEPEST:
+        return Unusable("nested too deeply")
+    if isinstance(node, yaml.MappingNode):
         return Mapped(tuple(_entries(node, name, depth + 1)))
-    return _raw(node, name, depth)
+    return Items(tuple(_raw(child, name, depth + 1) for child in node.value))
 
 
 def _key_text(node: yaml.Node) -> str:

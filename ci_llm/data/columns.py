@@ -99,12 +99,11 @@ def _is_text(row: RawRow, *answers: Any) -> bool:
 def _are_turns(value: Any) -> bool:
     """True if a cell holds messages, or a single one, and no text."""
     turns = value if isinstance(value, list) else [value]
-    return any(isinstance(turn, Mapping) and {"role", "from", "messages"} & turn.keys() for turn in turns)
+    return any(isinstance(turn, Mapping) and {"role", "from"} & turn.keys() for turn in turns)
 
 
 def _read_pair(row: RawRow) -> Row | None:
     """A prompt, with its context and input, and its answer; both may be messages."""
-    row = _opened(row)
     given, answer = _asked(row), _said(row["answer"])
     begin = len(given) if _are_turns(row["prompt"]) else 0
     return _chat((*given, *answer), begin, tools_of(row.get("tools"))) if given and answer else None
@@ -121,18 +120,6 @@ def _asked(row: RawRow) -> tuple[Message, ...]:
         asked = "\n\n".join(filter(None, map(text_of, (row.get("context"), prompt, row.get("input")))))
         turns = (*_history(row.get("history")), Message("user", asked)) if asked.strip() else ()
     return _after_system(row, turns)
-
-
-def _opened(row: RawRow) -> RawRow:
-    """A row whose prompt is an object, as in OpenAI's pairs, with its messages and its tools as columns."""
-    prompt = row.get("prompt")
-    if not isinstance(prompt, Mapping):
-        return row
-    if odd := {key for key, value in prompt.items() if value} - {"messages", "tools", "parallel_tool_calls"}:
-        raise ValueError(
-            f"a prompt that is an object has messages and tools, and this one has {', '.join(sorted(odd))}"
-        )
-    return {**row, "prompt": prompt.get("messages") or [], "tools": row.get("tools") or prompt.get("tools")}
 
 
 def _history(value: Any) -> tuple[Message, ...]:
@@ -158,7 +145,6 @@ def _read_preference(row: RawRow) -> Row | None:
                 " text_column=chosen learns the better texts as they are"
             )
         return Pair(Completion(text_of(prompt), chosen), Completion(text_of(prompt), rejected), _margin(row))
-    row = _opened(row)
     said, given = [*map(_said, answers)], _asked(row)
     if not all(said) or said[0] == said[1]:
         return None
@@ -230,8 +216,7 @@ def _read_prompted(row: RawRow) -> Row | None:
         text = text_of(row["text"])
         return Prompted(Completion(None, text)) if text.strip() else None
     else:
-        row = _opened({"prompt": row.get("text"), **row})
-        turns = _asked(row)
+        turns = _asked({"prompt": row.get("text"), **row})
     if not any(turn.content.strip() for turn in turns):
         return None
     if turns[-1].role == "assistant":
@@ -314,16 +299,13 @@ class _Dialect:
     kind: RowKind = "single"
     name: str = ""
 
-    def found_in(
-        self, columns: Sequence[str], known: Names = _ALL_FOUND, *, spelled: Callable[[str], str] = plain
-    ) -> Form | None:
+    def found_in(self, columns: Sequence[str], known: Names = _ALL_FOUND) -> Form | None:
         """The form with the columns that are there, if every part that it needs is.
 
         Args:
             known: the columns of parts that are named otherwise.
-            spelled: how the names of columns are compared.
         """
-        by_name = {spelled(column): column for column in reversed(columns)}
+        by_name = {plain(column): column for column in reversed(columns)}
         words = [word.rstrip("?").partition("=") for word in self.parts.split()]
         wanted = {part: known.get(part) or _NAMES.get(names) or (names or part).split("|") for part, _, names in words}
         found: dict[str, str] = {}
@@ -344,8 +326,7 @@ class _Dialect:
 
 _CHAT: Final = "tools? system=system|system_prompt?"
 _PARTS: Final = f"input? context? history? {_CHAT}"
-#: OpenAI's pairs have names of their own.
-_TWO: Final = f"chosen=chosen|preferred_output rejected=rejected|non_preferred_output margin? {_CHAT}"
+_TWO: Final = f"chosen rejected margin? {_CHAT}"
 
 #: All forms, of which the first is taken whose columns are there.
 _DIALECTS: Final = (
@@ -435,13 +416,13 @@ _WANTED: Final = (
 )
 
 
-def _first(dialects: Sequence[_Dialect], columns: Sequence[str], known: Names = _ALL_FOUND, **how: Any) -> Form | None:
+def _first(dialects: Sequence[_Dialect], columns: Sequence[str], known: Names = _ALL_FOUND) -> Form | None:
     """The first form whose columns are all there; see `_Dialect.found_in`."""
-    return next(filter(None, (each.found_in(columns, known, **how) for each in dialects)), None)
+    return next(filter(None, (each.found_in(columns, known) for each in dialects)), None)
 
 
 def find_form(columns: Sequence[str], wanted: RowKind | None = "single", known: Names = _ALL_FOUND) -> Form | None:
-    """The first form whose columns are all there, in any case; of single rows one by their very names comes first.
+    """The first form whose columns are all there, in any case.
 
     Args:
         wanted: what the rows are; None: any kind.
@@ -449,10 +430,7 @@ def find_form(columns: Sequence[str], wanted: RowKind | None = "single", known: 
     """
     dialects = _PROMPTED if wanted == "prompts" else _DIALECTS
     fitting = [each for each in dialects if wanted in (None, each.kind) and known.keys() <= each.needs]
-    form = _first(fitting, columns, known)
-    if form is None or form.kind != "single":
-        return form
-    return _first([each for each in fitting if each.kind == "single"], columns, spelled=str) or form
+    return _first(fitting, columns, known)
 
 
 def form_to_ask(columns: Sequence[str]) -> Form | None:

@@ -45,13 +45,13 @@ class Plan:
         return len(self._positions(step)[1])
 
     def dealt(self, step: int, micro_step: int, process: int, num_processes: int, size: int) -> list[int]:
-        """The rows of a micro-batch: process p has the positions p, p + P, ... of the step, `size` at a time.
+        """The rows of one micro-batch of a process, see `share`; empty where no row is left.
 
-        Only these are found, so a process does the same work however many there are. The last micro-batch may be short,
-        and where no row is left the list is empty.
+        Only these are found, so a process does the same work however many there are.
         """
         epoch, positions = self._positions(step)
-        return self._at(positions[process::num_processes][micro_step * size :][:size], epoch)
+        parts = share(positions, process, num_processes, size)
+        return self._at(parts[micro_step], epoch) if micro_step < len(parts) else []
 
     def _positions(self, step: int) -> tuple[int, range]:
         """(epoch of the step, its positions in the shuffled epoch)."""

@@ -37,10 +37,6 @@ BUILT_IN: Final[Mapping[str, str]] = {name: _built_in(name) for name in ("plain"
 BUILT_IN_TEMPLATE: Final = BUILT_IN["plain"]
 
 
-#: The line about a template that is not one of these. It is kept with the tokens, which do not know where it is from.
-OWN_TEMPLATE: Final = "chat template: the tokenizer's own"
-
-
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """The template in force: the tokenizer's own, else the built-in one.
 
@@ -75,24 +71,9 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None) ->
     tokenizer.chat_template = {**BUILT_IN, **own}.get(wanted) or _written(wanted)
 
 
-def naming_template(line: str, wanted: str | None) -> str:
-    """A line about rows; if it says that the template is the tokenizer's own, and it is another, it says which.
-
-    Args:
-        wanted: what `use_chat_template` was given.
-    """
-    if line != OWN_TEMPLATE or wanted is None:
-        return line
-    return "chat template: the text that the configuration gives" if _is_text(wanted) else f"chat template: {wanted}"
-
-
-def _is_text(wanted: str) -> bool:
-    return "{{" in wanted or "{%" in wanted
-
-
 def _written(wanted: str) -> str:
     """The template in a file, or the text of one."""
-    if _is_text(wanted):
+    if "{{" in wanted or "{%" in wanted:
         return wanted
     try:
         return Path(os.path.expanduser(wanted)).read_text(encoding="utf-8")
@@ -201,8 +182,8 @@ class Encoder:
             return "no chat template: the text as it is"
         if not self._tokenizer.chat_template:
             return "chat template: built in, as the tokenizer has none"
-        name = next((name for name, template in BUILT_IN.items() if template == self.template), None)
-        return f"chat template: {name}, built in" if name else OWN_TEMPLATE
+        known = (f"{name}, built in" for name, template in BUILT_IN.items() if template == self.template)
+        return "chat template: " + next(known, "the tokenizer's, or that of chat_template")
 
     def decode(self, input_ids: Any) -> str:
         """Token ids as text, special tokens included."""

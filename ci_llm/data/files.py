@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import datasets
-import pyarrow as pa  # type: ignore[import-untyped]
 import xxhash
 from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetsError
@@ -54,9 +53,6 @@ def _unwrapped(data: Dataset | JsonRows, unnamed: str) -> dict[str, Dataset | Js
     """The splits of a file that is one JSON object: lists of rows by the name of their split, or below `data`, where
     numbers and texts beside it, such as a version, are left aside."""
     lists: Mapping[str, Any] = data[0] if len(data) == 1 else {}
-    if columns := _columns_of(lists):
-        rows_of_columns = zip(*columns.values(), strict=True)
-        return {unnamed: _in_memory([dict(zip(columns, row, strict=True)) for row in rows_of_columns])}
     if "data" in lists:
         lists = {name: value for name, value in lists.items() if isinstance(value, list | dict)}
     are_splits = lists.keys() <= {unnamed, "train", *EVAL_SPLITS} or lists.keys() == {"data"}
@@ -64,16 +60,6 @@ def _unwrapped(data: Dataset | JsonRows, unnamed: str) -> dict[str, Dataset | Js
     if not (lists and are_splits and are_rows):
         return {unnamed: data}
     return {unnamed if name == "data" else name: _in_memory(rows) for name, rows in lists.items()}
-
-
-def _columns_of(lists: Mapping[str, Any]) -> Mapping[str, Sequence[Any]]:
-    """The columns of an object that lists the values of each, as `Dataset.to_dict` writes it; empty if it is none."""
-    columns = [*lists.values()]
-    if "input_ids" in lists or len(columns) < 2 or not all(isinstance(column, list) for column in columns):
-        return {}
-    same_length = len({len(column) for column in columns}) == 1
-    plain = all(isinstance(value, str | int | float | None) for column in columns for value in column)
-    return lists if same_length and plain else {}
 
 
 def _in_memory(rows: Sequence[Mapping[str, Any]]) -> JsonRows:
@@ -250,7 +236,7 @@ def kept_rows(given: Any, argument: str) -> str:
     Raises:
         DataError: there is no row, one is not a row, or the cache's disk refuses them.
     """
-    given = _of_frame(given() if callable(given) else given, argument)
+    given = _without_frame(given() if callable(given) else given)
     if isinstance(given, Dataset | DatasetDict):
         parts = given if isinstance(given, DatasetDict) else {"": given}
         content = json.dumps([[name, part._fingerprint] for name, part in parts.items()]).encode()
@@ -268,16 +254,14 @@ def kept_rows(given: Any, argument: str) -> str:
     return str(_kept(xxhash.xxh3_128_hexdigest(content), write) / file)
 
 
-def _of_frame(given: Any, argument: str) -> Any:
-    """A frame as a data set; anything else as it is. Neither library is loaded for it."""
-    library = type(given).__module__.partition(".")[0]
-    try:
-        if library == "polars":
-            return Dataset.from_polars(given.collect() if hasattr(given, "collect") else given)
-        return Dataset.from_pandas(given, preserve_index=False) if library == "pandas" else given
-    except (pa.ArrowException, TypeError, AttributeError) as error:
-        one_type = "give a frame whose columns hold values of one type each, or give its rows as a list of dicts"
-        raise _refused(argument, f"its columns cannot be read: {first_line(error)}", one_type) from error
+def _without_frame(given: Any) -> Any:
+    """The rows of a frame, for which neither library is loaded; anything else as it is."""
+    given = given.collect() if hasattr(given, "collect") else given  # a lazy one of Polars
+    if hasattr(given, "to_dicts"):  # of Polars
+        return given.to_dicts()
+    if hasattr(given, "iterrows"):  # of pandas
+        return given.astype(object).where(given.notna(), None).to_dict("records")
+    return given
 
 
 def _lines(rows: Iterable[Any], argument: str) -> Iterator[bytes]:

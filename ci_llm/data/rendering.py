@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, lru_cache
@@ -91,7 +91,6 @@ def _compiled(template: str) -> tuple[Template, bool, tuple[str, ...]]:
     from transformers.utils.chat_template_utils import _compile_jinja_template  # takes seconds: not for help alone
 
     environment = _compile_jinja_template(template).environment.overlay()  # the sandbox of Transformers
-    environment.is_safe_attribute = _once_by_type(environment.is_safe_attribute)
     tree, noting = environment.parse(template), _Noting()
     asking = tree.find_all((nodes.Compare, nodes.Call, nodes.Filter))
     words = {part.value for each in asking for part in each.find_all(nodes.Const) if isinstance(part.value, str)}
@@ -101,18 +100,6 @@ def _compiled(template: str) -> tuple[Template, bool, tuple[str, ...]]:
     code = environment.compile(tree)
     compiled = Template.from_code(environment, code, environment.make_globals(None))
     return compiled, noting.generations > 0, (*sorted({"<", *marks}),)
-
-
-def _once_by_type(is_safe: Callable[[Any, str, Any], bool]) -> Callable[[Any, str, Any], bool]:
-    """The question of the sandbox, which takes half of a rendering's time, asked once by type: that decides it."""
-    known = dict[tuple[type, str], bool]()
-
-    def asked(item: Any, name: str, value: Any) -> bool:
-        if (key := (type(item), name)) not in known:
-            known[key] = is_safe(item, name, value)
-        return known[key]
-
-    return asked
 
 
 class ChatTemplate:

@@ -358,15 +358,6 @@ class Rows:
         except UnicodeDecodeError as error:
             raise DataError(f"the text is not UTF-8: {error}", where=self.where, hint="save it as UTF-8") from error
 
-    @property
-    def unread_fields(self) -> list[str]:
-        """The fields of messages that hold text and are not read here, in the first rows."""
-        with self._text_as_utf8():
-            cells = [_from_json(cell) for number in range(min(20, len(self))) for cell in self.raw[number].values()]
-        turns = (turn for cell in cells if isinstance(cell, list) for turn in cell if isinstance(turn, Mapping))
-        fields = (each for turn in turns if {"role", "from"} & turn.keys() for each in turn.items())
-        return [*dict.fromkeys(key for key, part in fields if key not in _READ and any(_texts(part)))]
-
     def evaluated_although_trained_on(self, count: int) -> Rows:
         """These rows to evaluate on, of which `count` are rows to train on; the description ends with that."""
         note = f"{count} of the {len(self)} rows to evaluate on are rows to train on: scores show what is remembered"

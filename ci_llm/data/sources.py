@@ -256,10 +256,8 @@ def recognised(
     whose = "columns for rewards" if form.kind == "prompts" else "columns that are not used"
     left = [f"{whose}: {shown(unused)}"] if unused else []
     read = data.column_names if form.kind == "prompts" else (*form.columns.values(), *form.beside)
-    rows = Rows(data.select_columns([*dict.fromkeys(read)]), form, where, (), numbers)
-    if fields := rows.unread_fields:
-        left.append(f"fields of messages that only a chat template may read: {shown(fields)}")
-    return replace(rows, description=(f"{count(len(data), 'row')} of {form.name} from {where}", *left, *description))
+    told = (f"{count(len(data), 'row')} of {form.name} from {where}", *left, *description)
+    return Rows(data.select_columns([*dict.fromkeys(read)]), form, where, told, numbers)
 
 
 @dataclass(frozen=True)

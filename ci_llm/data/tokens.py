@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 #: Raise it when the same rows and tokenizer give other tokens than before, or the file says other things about them:
 #: old files are then not found.
-FORMAT = 11
+FORMAT = 12
 SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
-        ("supervised", pa.list_(pa.bool_())),
+        ("supervised", pa.list_(pa.uint8())),
         ("spans", pa.list_(pa.int32())),  # of a pair, a rated or a labelled row; see `Unit`
         ("label", pa.float64()),
         ("row", pa.int64()),
@@ -106,7 +106,7 @@ class TokenizedRows:
         """
         chunk, row = divmod(range(len(self))[number], self._chunk_rows)
         columns = self._file.get_batch(chunk)
-        example = Example(_numbers(columns["input_ids"][row].values), _flags(columns["supervised"][row].values))
+        example = Example(_numbers(columns["input_ids"][row].values), _numbers(columns["supervised"][row].values, bool))
         if flat := columns["spans"][row].as_py():
             spans = tuple(zip(flat[::2], flat[1::2], strict=True))
             example = Unit(example.input_ids, example.supervised, spans, columns["label"][row].as_py())
@@ -351,14 +351,12 @@ def _batches(
         lines=lines,
         warnings=[*tally.warnings()],
     )
-    yield pa.RecordBatch.from_pylist([], schema=SCHEMA), {FACTS: json.dumps(asdict(facts))}
+    yield _batch([()] * len(SCHEMA)), {FACTS: json.dumps(asdict(facts))}
 
 
 def _chunks(examples: Iterator[tuple[int, Example]], digest: Any) -> Iterator[Any]:
     while chunk := list(islice(examples, ROWS_PER_CHUNK)):
-        columns = zip(*(_cells(number, example, digest) for number, example in chunk), strict=True)
-        arrays = [pa.array(column, kind) for column, kind in zip(columns, SCHEMA.types, strict=True)]
-        yield pa.record_batch(arrays, schema=SCHEMA)
+        yield _batch([*zip(*(_cells(number, example, digest) for number, example in chunk), strict=True)])
 
 
 def _cells(number: int, example: Example, digest: Any) -> tuple[Any, ...]:
@@ -397,16 +395,23 @@ def _shown(example: Example, encoder: Encoder, classes: Sequence[str] = ()) -> s
     return shown if len(shown) <= SHOWN_CHARACTERS else shown[:SHOWN_CHARACTERS] + " ..."
 
 
-# An array's own `to_numpy` imports pandas.
+# `pyarrow.array` and the `to_numpy` of an array import pandas.
+
+
+def _batch(columns: Sequence[Sequence[Any]]) -> Any:
+    arrays = [_array(column, kind) for column, kind in zip(columns, SCHEMA.types, strict=True)]
+    return pa.record_batch(arrays, schema=SCHEMA)
+
+
+def _array(values: Any, kind: Any) -> Any:
+    """An array of numbers, or of lists of numbers."""
+    if pa.types.is_list(kind):
+        ends = pa.py_buffer(np.cumsum([0, *map(len, values)], dtype=np.int32))
+        of_all = _array(np.concatenate([[], *values]), kind.value_type)
+        return pa.Array.from_buffers(kind, len(values), [None, ends], children=[of_all])
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(np.array(values, kind.to_pandas_dtype()))])
 
 
 def _numbers(values: Any, kind: Any = np.int32) -> np.ndarray:
     """An array of numbers as it lies in memory."""
     return np.frombuffer(values.buffers()[1], kind, len(values), np.dtype(kind).itemsize * values.offset)
-
-
-def _flags(values: Any) -> np.ndarray:
-    """An array of booleans, which takes a bit for each."""
-    first, bits = divmod(values.offset, 8)
-    packed = np.frombuffer(values.buffers()[1], np.uint8, -(-(bits + len(values)) // 8), first)
-    return np.unpackbits(packed, count=bits + len(values), bitorder="little")[bits:].view(bool)

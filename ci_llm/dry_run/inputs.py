@@ -16,7 +16,7 @@ from ci_llm.config.own_keys import AUTO
 from ci_llm.core.memory import free_memory
 from ci_llm.core.quantities import duration, short, size
 from ci_llm.data.agent_rows import SAMPLED, EvaluationRows, once_each
-from ci_llm.data.encoder import naming_template, use_chat_template
+from ci_llm.data.encoder import use_chat_template
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
@@ -78,7 +78,6 @@ def _description(context: CheckContext, wanted: int, rows: Rows, examples: Token
     """Lines about the tokenised rows of one data set."""
     source, *lines = examples.description[len(rows.description) :]
     number = wanted if wanted < len(rows) else "all"
-    source = naming_template(source, context.config.chat_template)
     return [f"{source}; of {number} rows:", *lines, *examples.facts.warnings]
 
 

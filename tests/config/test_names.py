@@ -9,7 +9,6 @@ import pytest
 from ci_llm.config import Config, groups, load_config, parse_config, read_call
 from ci_llm.config.foreign import ALIASES, ALWAYS, NO_EFFECT, TRANSLATIONS, UNSUPPORTED, VALUE_ALIASES
 from ci_llm.config.schema import FOUND
-from ci_llm.config.sweep import read_sweep
 from ci_llm.errors import ConfigError
 from tests.config.test_config import changed
 from tests.support.messages import Messages, require_typable
@@ -201,12 +200,9 @@ def test_a_word_behind_a_switch_without_effect_is_not_lost() -> None:
     assert refusal("--parallel_mode", "configs/x.yaml").hint == "write --config configs/x.yaml"
 
 
-def test_an_option_without_effect_stands_once_and_for_all_agents(tmp_path: Any) -> None:
+def test_an_option_without_effect_stands_once_and_for_all_agents() -> None:
     assert refusal("compile=true", "torch_compile=true").what == "compile (as compile and torch_compile) is given twice"
     assert "compile cannot differ between agents" in refusal("agents=[{compile: true}, {}]").what
-    (tmp_path / "c.yaml").write_text("sweep:\n  compile: [true, false]\n  lr: [1e-3, 2e-3]\n")
-    with pytest.raises(ConfigError, match="compile cannot differ between trials"):
-        read_sweep(tmp_path / "c.yaml", [])
 
 
 def test_options_without_effect_are_not_recorded() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from ci_llm.config import load_config
 from ci_llm.config.own_keys import OWN_KEYS
 from ci_llm.config.sweep import SPACE_KEYS, Choices, Range, read_sweep, read_sweep_call
 from ci_llm.errors import ConfigError
@@ -55,10 +54,10 @@ def test_a_list_of_names_is_still_one_value() -> None:
     assert reading.config.lora_target_modules == ("q_proj", "v_proj")
 
 
-def test_the_command_line_overrides_the_sweep_section_of_a_file(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_spaces_of_a_file(tmp_path: Path) -> None:
     text = (
-        "num_agents: 4\nlora_rank: 16\nweight_decay: [0.0, 0.1]\n"
-        "sweep:\n  lr: {low: 5e-4, high: 1.6e-2, log: true}\n  lora_rank: [4, 8]\n  trials: 7\n  sampler: random\n"
+        "num_agents: 4\nweight_decay: [0.0, 0.1]\nlora_rank: [4, 8]\ntrials: 7\nsampler: random\n"
+        "lr: {low: 5e-4, high: 1.6e-2, log: true}\n"
     )
     path = written(tmp_path, text)
     reading = read_sweep(path, ["trials=9", "lora_rank=[2,4]"])
@@ -67,15 +66,10 @@ def test_the_command_line_overrides_the_sweep_section_of_a_file(tmp_path: Path) 
         "learning_rate": LOG,
         "lora_rank": Choices((2, 4)),
     }
-    assert (reading.keys.trials, reading.keys.sampler, reading.config.lora_rank) == (9, "random", 16)
+    assert (reading.keys.trials, reading.keys.sampler) == (9, "random")
     fixed = read_sweep(path, ["learning_rate=2e-3"])
     assert "learning_rate" not in fixed.spaces
     assert fixed.config.learning_rate == 2e-3
-
-
-def test_a_run_leaves_the_section_aside(tmp_path: Path) -> None:
-    path = written(tmp_path, "num_agents: 3\nsweep:\n  learning_rate: [1e-3, 2e-3]\n")
-    assert load_config(path).num_agents == 3
 
 
 def test_a_call_in_python_is_read_like_a_command_line() -> None:
@@ -158,11 +152,11 @@ def test_keys_that_cannot_be_swept_are_refused_in_one_message(words: list[str], 
 
 
 def test_all_problems_come_at_once_each_with_its_place(tmp_path: Path) -> None:
-    text = "sweep:\n  learning_rate: 1e-3\n  batch_size: [2, 4]\n  blub: [1]\n  trials: x\n  lora_rank: [4, -8]\n"
+    text = "batch_size: [2, 4]\nblub: [1]\ntrials: x\nlora_rank: [4, -8]\nseed: {low: 1}\n"
     with pytest.raises(ConfigError) as error:
         read_sweep(written(tmp_path, text), ["num_worker=3", "weight_decay=[a]"])
     said = str(error.value)
-    for line, part in ((2, "one value in the section"), (3, "batch_size"), (4, "blub"), (5, "trials"), (6, "'-8'")):
+    for line, part in ((1, "batch_size"), (2, "blub"), (3, "trials"), (4, "'-8'"), (5, "a range is written")):
         assert any(f"sweep.yaml:{line}" in row and part in row for row in said.splitlines()), (line, said)
     assert "num_worker is not a key" in said
     assert "weight_decay is 'a'" in said

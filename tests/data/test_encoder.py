@@ -302,7 +302,7 @@ def test_the_built_in_template_serves_generation_too() -> None:
 
 def test_the_template_in_force_is_described() -> None:
     assert Encoder(byte_tokenizer()).describe(LONG) == "chat template: built in, as the tokenizer has none"
-    assert Encoder(byte_tokenizer(CHATML)).describe(LONG) == "chat template: the tokenizer's own"
+    assert Encoder(byte_tokenizer(CHATML)).describe(LONG) == "chat template: the tokenizer's, or that of chat_template"
     assert Encoder(byte_tokenizer(CHATML)).describe(Completion(None, "x")).startswith("no chat template")
 
 

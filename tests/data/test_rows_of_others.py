@@ -49,7 +49,7 @@ def answered(**fields: Any) -> Json:
 TEXT = {"type": "text"}
 SAID = {"chosen": {"from": "gpt", "value": "yes"}, "rejected": {"from": "gpt", "value": "no"}}
 OPENAI = {
-    "input": {"messages": said("u hi"), "tools": [], "parallel_tool_calls": True},
+    "input": {"messages": said("u hi")},
     "preferred_output": said("a yes"),
     "non_preferred_output": said("a no"),
 }
@@ -96,7 +96,6 @@ READ: dict[str, tuple[Json, Any, Row]] = {
     "pairs of LLaMA-Factory": (TALK | SAID, None, pair("u hi")),
     "pairs of LLaMA-Factory with a system": (TALK | SAID | {"system": "be"}, None, pair("s be", "u hi")),
     "pairs of Axolotl": ({"messages": said("u hi")} | SAID, "pairs", pair("u hi")),
-    "pairs of OpenAI": (OPENAI, None, pair("u hi")),
     "ratings of LLaMA-Factory": (
         {"conversations": [*TALK["conversations"], {"from": "gpt", "value": "yes"}], "kto_tag": False},
         None,
@@ -162,7 +161,7 @@ REFUSED: dict[str, tuple[Json, Any, tuple[str, ...]]] = {
         ("images",),
     ),
     "pairs of LLaMA-Factory as answers": (TALK | SAID, "single", ("preference pairs", "objective=dpo")),
-    "pairs of OpenAI as answers": (OPENAI, "single", ("preference pairs", "objective=dpo")),
+    "pairs of OpenAI as answers": (OPENAI, None, ("preference pairs", "objective=dpo")),
     "pairs of ms-swift": (
         {"messages": said("u hi", "a yes"), "rejected_response": "no"},
         None,
@@ -174,11 +173,6 @@ REFUSED: dict[str, tuple[Json, Any, tuple[str, ...]]] = {
         {"messages": said("u hi", "a ho")} | SAID,
         "pairs",
         ("the prompt ends with an answer",),
-    ),
-    "more in an object": (
-        OPENAI | {"input": {"messages": said("u hi"), "instructions": "be"}},
-        None,
-        ("instructions", "messages and tools"),
     ),
     "a context beside messages": (
         {"prompt": said("u hi"), "response": "yes", "context": "Ann"},
@@ -224,7 +218,6 @@ FORMS: dict[str, tuple[Json, Any]] = {
     "pairs": ({"prompt": "hi", "chosen": "yes", "rejected": "no"}, None),
     "pairs of messages": ({"chosen": said("u hi", "a yes"), "rejected": said("u hi", "a no")}, None),
     "pairs of LLaMA-Factory": (TALK | SAID, None),
-    "pairs of OpenAI": (OPENAI, None),
     "ratings": ({"prompt": "hi", "completion": "yes", "label": True}, None),
     "tagged chats": ({"messages": said("u hi", "a yes"), "kto_tag": True}, None),
     "labels": ({"text": "hi", "label": 1}, None),
@@ -262,11 +255,6 @@ def test_named_columns_leave_others_out_with_a_line() -> None:
     found = rows(row, named={"text": "text"})
     assert [*found] == [Completion(None, "hi")]
     assert "columns that are not used: prompt" in found.description
-
-
-def test_fields_of_messages_that_nothing_reads_are_a_line() -> None:
-    found = rows({"messages": [{"role": "user", "content": "hi", "mood": "glad", "note": ["x"]}, *said("a yes")]})
-    assert "fields of messages that only a chat template may read: mood, note" in found.description
 
 
 @pytest.mark.parametrize(

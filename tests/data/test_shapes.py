@@ -252,9 +252,6 @@ SHAPES: dict[str, Shape] = {
     "json of lists of messages": Shape(
         text("rows.json", json.dumps([[turn("user", "q"), turn("assistant", "a")]] * 3)), [f"a{END}"], user("q")
     ),
-    "json of columns": Shape(
-        text("rows.json", json.dumps({"question": ["q"] * 3, "answer": ["a"] * 3})), [f"a{END}"], user("q")
-    ),
     "messages of a human and an ai": Shape(
         jsonl({"conversations": [{"from": "human", "value": "q"}, {"from": "ai", "value": "a"}]}),
         [f"a{END}"],

@@ -109,7 +109,6 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
     "tuples": ([("a", "b")], "row 0 is a tuple, not a dict"),
     "mixed": ([*ROWS, None], "row 30 is a NoneType, not a dict"),
     "an object": ([*ROWS, {"prompt": object()}], "row 30 cannot be kept: (.|\n)*leave other columns"),
-    "mixed types in a column": (pd.DataFrame({"prompt": ["a", 3]}), "its columns cannot be read"),
     "no column of ours": ([{"colour": "red", "size": 3}], "colour"),
 }
 

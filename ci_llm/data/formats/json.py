@@ -1,14 +1,13 @@
 """JSON files: a list of rows, or one row per line.
 
-The text of each row is kept, so that every value keeps its own type.
+Each row is kept as JSON, so that every value keeps its own type.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,13 +15,12 @@ import fsspec  # type: ignore[import-untyped]
 from datasets import Dataset, Features, Value
 
 from ci_llm.data.formats import FileFormat
-from ci_llm.data.rows import DECODER, JsonRows, is_unicode
+from ci_llm.data.rows import DECODER, JsonRows
 
 #: Raise it when the same files give other rows than before: what is kept of them is then not found.
 _VERSION: Final = 1
 #: A row as JSON, and the columns that no row before it has, as a list in JSON.
 _FEATURES: Final = Features({JsonRows.TEXT: Value("string"), "new": Value("string")})
-_SPACE: Final = re.compile(r"\s*")
 
 
 def _read(files: Sequence[Path]) -> JsonRows:
@@ -52,52 +50,25 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         ValueError: the file is not UTF-8, is broken at a line and column, or holds something else than rows.
     """
     with fsspec.open(str(file), "rt", encoding="utf-8-sig", compression="infer") as lines:
-        first = True
-        for number, line in enumerate(lines, 1):
-            text = line.strip()
-            if first and text and (text.startswith("[") or _is_incomplete(text)):
-                lines.seek(0)
-                yield from _rows_of_whole(lines.read(), file)
-                return
-            if text:
-                first = False
-                row = _decoded(line.rstrip("\r\n"), number, file)
-                yield text, _checked(row, text, f"line {number} of {file.name}")
+        written = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+        first = [*islice(written, 2)]
+        if len(first) == 2 and _is_whole(first[0][1]):
+            for number, line in chain(first, written):
+                yield _row(_decoded(line.rstrip("\r\n"), number, file), f"line {number} of {file.name}")
+            return
+        lines.seek(0)
+        value = _decoded(lines.read(), 1, file) if first else []
+    for number, each in enumerate(value if isinstance(value, list) else [value]):
+        yield _row({"text": each} if isinstance(each, str) else each, f"row {number} (counted from 0) of {file.name}")
 
 
-def _is_incomplete(text: str) -> bool:
-    """True if a value begins in this line and continues in the next one."""
+def _is_whole(line: str) -> bool:
+    """True if a line is a value, or is broken; false if its value continues in the next one."""
     try:
-        DECODER.decode(text)
+        DECODER.decode(line)
     except json.JSONDecodeError as error:
-        return error.pos >= len(text)
-    return False
-
-
-def _rows_of_whole(text: str, file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a list, or objects over several lines, one after the other; several lists are a row each."""
-    rows = list(_objects(text, file))
-    if len(rows) == 1 and isinstance(rows[0], list):
-        rows = rows[0]
-    for number, value in enumerate(rows):
-        row = {"text": value} if isinstance(value, str) else {"messages": value} if isinstance(value, list) else value
-        written = json.dumps(row, ensure_ascii=False)
-        yield written, _checked(row, written, f"row {number} (counted from 0) of {file.name}")
-
-
-def _objects(text: str, file: Path) -> Iterator[Any]:
-    at = _end_of_space(text, 0)
-    while at < len(text):
-        try:
-            value, at = DECODER.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise _broken(error, 1, file) from None
-        yield value
-        at = _end_of_space(text, at)
-
-
-def _end_of_space(text: str, at: int) -> int:
-    return _SPACE.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing as well
+        return error.pos < len(line.rstrip())
+    return True
 
 
 def _decoded(text: str, number: int, file: Path) -> Any:
@@ -105,21 +76,21 @@ def _decoded(text: str, number: int, file: Path) -> Any:
     try:
         return DECODER.decode(text)
     except json.JSONDecodeError as error:
-        raise _broken(error, number, file) from None
+        place = f"line {number + error.lineno - 1}, column {error.colno} of {file.name}"
+        raise ValueError(f"{error.msg}: {place}") from None
 
 
-def _broken(error: json.JSONDecodeError, number: int, file: Path) -> ValueError:
-    return ValueError(f"{error.msg}: line {number + error.lineno - 1}, column {error.colno} of {file.name}")
-
-
-def _checked(row: Any, text: str, place: str) -> dict[str, Any]:
-    """The row, if it is one and its text can be written as UTF-8."""
+def _row(value: Any, place: str) -> tuple[str, dict[str, Any]]:
+    """A row as JSON and as it is, if the value is one and its text can be written as UTF-8."""
+    row = {"messages": value} if isinstance(value, list) else value
+    text = json.dumps(row, ensure_ascii=False)
     if not isinstance(row, dict):
         raise ValueError(f"expected an object with columns, found {text[:60]}: {place}")
-    escaped = "\\ud" in text or "\\uD" in text  # perhaps one half of a character without the other
-    if not is_unicode(row if escaped else text):
-        raise ValueError(f"the text holds half a character, a lone surrogate: {place}")
-    return row
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the text holds half a character, a lone surrogate: {place}") from None
+    return text, row
 
 
 format = FileFormat((".json", ".jsonl", ".ndjson"), _read)

@@ -21,7 +21,7 @@ from ci_llm.config.schema import ObjectiveKeys, RewardKeys
 from ci_llm.config.validation import objective_clashes
 from ci_llm.core.quantities import count
 from ci_llm.data.agent_rows import EvaluationRows, once_each
-from ci_llm.data.encoder import Encoder, naming_template, use_chat_template
+from ci_llm.data.encoder import Encoder, use_chat_template
 from ci_llm.data.prompts import form_of
 from ci_llm.data.rows import PromptForm, Rows
 from ci_llm.data.sources import load_rows_of_each
@@ -268,7 +268,7 @@ def describe_rows(config: Config, each: Sequence[TokenizedRows], eval_rows: Eval
             names = [name for name, own in zip(config.agent_names, each, strict=True) if id(own) == number]
             logger.info(f"data      {', '.join(names)}:")
         for line in rows.description:
-            logger.info(f"data      {naming_template(line, config.chat_template)}")
+            logger.info(f"data      {line}")
         for line in rows.facts.warnings:
             logger.warning(f"data      {line}")
     for evaluated in eval_rows.sets:
