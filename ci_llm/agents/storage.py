@@ -238,7 +238,7 @@ class AgentStorage:
             for name, *place in self._places(alike[0]):
                 stacks[name].append(self._stack(alike, *place))
         for name, module in self.layers.items():
-            module.stacks = tuple(stacks[name])
+            module.bind(tuple(stacks[name]))
 
     def _stack(self, agents: Sequence[Agent], start: int, middle: int, stop: int) -> Stack:
         """The stack of neighbouring agents on a module, whose place in the rows is as in `_places`."""
@@ -419,8 +419,7 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
     """
     replace_quantized_layers(model)
     model.requires_grad_(False)
-    kinds = settings.kinds()
-    wanted = dict.fromkeys((agent.target_modules, agent.layers) for agent in kinds)
+    wanted = dict.fromkeys((agent.target_modules, agent.layers) for agent in settings.each())
     found = {each: find_targets(model, *each) for each in wanted}
     everything = {name for names in found.values() for name in names}
     casts, reading, layers = Casts(), Reading(()), {}
