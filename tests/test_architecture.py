@@ -276,17 +276,17 @@ def test_a_file_says_its_charter_and_stays_one_idea() -> None:
 
 #: At most so many lines of code in a room. Who raises one says why in the same commit; CONTRIBUTING.md has the rule.
 CAPS = {
-    "agents": 371,
+    "agents": 370,
     "base": 905,
     "checkpoints": 2345,
     "cli": 1602,
     "cluster": 721,
     "config": 2125,
     "core": 1502,
-    "crowd": 4778,
+    "crowd": 4765,
     "data": 3227,
     "distributed": 629,
-    "dry_run": 789,
+    "dry_run": 788,
     "embedded": 156,
     "evaluation": 759,
     "files": 434,
