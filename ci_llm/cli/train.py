@@ -203,7 +203,7 @@ def _train_sweep(reading: SweepReading, interrupts: Interrupts, launch: Launch) 
         if launch.is_main_process and (known := known_sweep(reading)) is not None:
             _show(known, launch.arguments)
         raise
-    if launch.is_main_process:
+    if launch.is_main_process and found is not None:
         _show(found, launch.arguments)
     return code
 

@@ -79,11 +79,19 @@ def run_job(
             )
             return result
     except StoppedBeforeMeeting as stop:
-        logger.warning(str(stop))
-        alone = config.model_copy(update={"mirror": None})  # nothing is sent, so no store is opened
-        attempt = Attempt(alone, launch, CheckpointManager(config.run_folder), interrupts)
-        reason = interrupts.stop_reason or ""
-        return Result("interrupted", attempt.stopped_before_it_began(reason), config.run_folder, reason=reason)
+        reason, step = stopped_before_meeting(config, launch, interrupts, stop)
+        return Result("interrupted", step, config.run_folder, reason=reason)
+
+
+def stopped_before_meeting(
+    config: Config, launch: Launch, interrupts: Interrupts, stop: StoppedBeforeMeeting
+) -> tuple[str, int]:
+    """Record that a run or a sweep is interrupted; returns the reason, and the last step that is saved."""
+    logger.warning(str(stop))
+    alone = config.model_copy(update={"mirror": None})  # nothing is sent, so no store is opened
+    reason = interrupts.stop_reason or ""
+    attempt = Attempt(alone, launch, CheckpointManager(config.run_folder), interrupts)
+    return reason, attempt.stopped_before_it_began(reason)
 
 
 @contextmanager

@@ -28,11 +28,11 @@ from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.card import CardFacts, adapter_card, public_name
 from ci_llm.data.agent_rows import sampled
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import BadInput, CheckpointError, ConfigError, NonFinite
+from ci_llm.errors import BadInput, CheckpointError, ConfigError, NonFinite, StoppedBeforeMeeting
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.end.attempt import Attempt
 from ci_llm.run.end.result import write_page
-from ci_llm.run.job import joined, run_among
+from ci_llm.run.job import joined, run_among, stopped_before_meeting
 from ci_llm.run.start.cost_model import USABLE, Untraceable, flops_per_s, lengths_of, trace_longest
 from ci_llm.run.start.loading import Loaded, choice_by_test_rows, load, steps_of
 from ci_llm.run.step.callbacks import Callbacks
@@ -200,20 +200,24 @@ class SweepRunner:
             steps, per_pass = self._plan(self._load(processes), processes)
             return plan_of(self._reading, steps, per_pass)
 
-    def run(self) -> tuple[Sweep, int]:
+    def run(self) -> tuple[Sweep | None, int]:
         """Train until the sweep is complete or is asked to stop.
 
         Returns:
-            the sweep, and the exit code.
+            the sweep, None if it was asked to stop before its processes had met; and the exit code.
 
         Raises:
             CiLlmError: the reason is on record in the folder of the sweep.
         """
-        code = 1
-        with joined(self._reading.config, self._launch, self._interrupts, lambda: code) as processes:
-            sweep, stop = self._lead(processes)
-            code = exit_code_after_stop(stop, self._reading.config.interrupted_exit_code) if stop else 0
-            return sweep, code
+        config, code = self._reading.config, 1
+        try:
+            with joined(config, self._launch, self._interrupts, lambda: code) as processes:
+                sweep, reason = self._lead(processes)
+                code = exit_code_after_stop(reason, config.interrupted_exit_code) if reason else 0
+                return sweep, code
+        except StoppedBeforeMeeting as stop:
+            reason, _ = stopped_before_meeting(config, self._launch, self._interrupts, stop)
+            return None, exit_code_after_stop(reason, config.interrupted_exit_code)
 
     def _lead(self, processes: Processes) -> tuple[Sweep, str | None]:
         """Lease the folder, keep its status, and train."""

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.slow
 STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
-def train(words: list[str], place: str | None = None, says: str = "", held: bool = False) -> int:
+def train(
+    words: list[str], place: str | None = None, says: str = "", held: bool = False, command: str = "train"
+) -> int:
     """A trial for the fork server: a trainer that says at once what it waits for, and that it comes to a place.
 
     Args:
@@ -40,7 +42,8 @@ def train(words: list[str], place: str | None = None, says: str = "", held: bool
     processes.MISSING_S, processes.MEETING_GRACE_S = 0.0, 0.2  # type: ignore[misc]
     if place is not None:
         interfere(place, 1, come)
-    return main(["train", *WORDS, "max_train_steps=2", *words])
+    small = [word for word in WORDS if command == "train" or not word.startswith("num_agents")]  # trials are agents
+    return main([command, *small, "max_train_steps=2", *words])
 
 
 def come_to_the_store(port: int) -> int:
@@ -90,6 +93,15 @@ def test_what_is_complete_stays_complete(server: ForkServer, tmp_path: Path) -> 
         child.signal(signal.SIGTERM)
         assert child.wait() == 0, child.seen
     assert read_status(tmp_path).status == "completed"
+
+
+def test_a_sweep_is_interrupted_as_a_run_is(server: ForkServer, tmp_path: Path) -> None:
+    with trainer(server, 0, free_port(), tmp_path, "learning_rate=[1e-3,2e-3]", command="sweep") as child:
+        child.read_until("waiting ")
+        child.signal(signal.SIGTERM)
+        assert child.wait() == 0, child.seen
+    status = read_status(tmp_path)
+    assert (status.status, status.reason) == ("interrupted", "signal:SIGTERM")
 
 
 def test_a_peer_that_has_come_and_does_not_join(server: ForkServer, tmp_path: Path) -> None:
