@@ -21,18 +21,10 @@ def asked_help(words: Sequence[str]) -> str:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Descriptions as they were written where the terminal is wide enough, else filled; no word is cut at a hyphen."""
+    """Descriptions as they were written; no word of an option is cut at a hyphen."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        blocks = []
-        for block in text.split("\n\n"):
-            is_typed = "\n " in block or block.startswith("example")  # commands, which are copied
-            fits = max(map(len, block.split("\n"))) <= width
-            blocks.append(block if is_typed or fits else textwrap.fill(block, width, break_on_hyphens=False))
-        return super()._fill_text("\n\n".join(blocks), width, indent)
 
 
 class HelpfulParser(argparse.ArgumentParser):

@@ -127,26 +127,16 @@ def fetch(repository: str, patterns: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(repository, allow_patterns=list(patterns), local_files_only=offline is not None))
     except errors.LocalEntryNotFoundError as error:
-        _refuse_path(repository, error)
         reason = offline or first_line(error)
         what = f"there is no such folder, the hub cannot be asked ({reason}), and its local cache does not hold it"
         raise BadInput(what, where=name, hint="give a folder that exists, or connect to the hub") from error
     except errors.GatedRepoError as error:
         raise BadInput("this model on the hub may not be read", where=name, hint="hf auth login") from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        _refuse_path(repository, error)
         raise BadInput("there is no such folder, and no such model on the hub", where=name, hint=login) from error
     except errors.HfHubHTTPError as error:
         what = f"the hub refuses: {first_line(error)}"
         raise BadInput(what, where=name, hint="try again later, or give a folder") from error
-
-
-def _refuse_path(name: str, error: Exception) -> None:
-    """Raises BadInput: the name begins with a folder that exists here, so that it was hardly meant for the hub."""
-    above = Path(name).parent
-    if "/" in name and above.is_dir():
-        hint = f"give a folder that exists: ls {above}"
-        raise BadInput("there is no such folder", where=name, hint=hint) from error
 
 
 def cache_folder(of: str) -> Path:

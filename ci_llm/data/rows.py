@@ -387,11 +387,6 @@ class Rows:
         """The columns of every data set among these."""
         return [self.raw.column_names]  # type: ignore[attr-defined]  # of rows that are joined it is another one
 
-    def is_marked(self, number: int) -> bool:
-        """True if a chat has an answer that is marked as not to be learned."""
-        column = self.form.columns.get("messages")
-        return column is not None and not all(each.learned for each in messages_of(self.raw[number][column]))
-
     def _read(self, number: int, row: RawRow) -> Row | None:
         try:
             return self.form.read(kept(self.raw, row))

@@ -26,11 +26,8 @@ from ci_llm.data.turns import RefusedRowError, Remark
 from ci_llm.data.units import Unit, branches_of, label_of, number_of, prompt_of, unit_of, without_end
 from ci_llm.errors import DataError
 
-_MARKED = "marked by weight or loss_weight 0, or by train, training or loss false"
-
-
 #: Why a row is left out.
-Reason = Literal["lacking", "unlearned", "answer too far", "refused"]
+Reason = Literal["lacking", "answer too far", "refused"]
 
 
 @dataclass
@@ -47,7 +44,7 @@ class Tally:
     left_out: Counter[Reason] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     remarks: Counter[Remark] = field(default_factory=Counter)
-    lacking: str = "without an answer"
+    lacking: str = "without an answer to learn"
     without_roles: int = 0
     marked: int = 0
     endless: int = 0
@@ -79,7 +76,7 @@ class Tally:
             is_bare = isinstance(row, Labelled | Prompted)
             taught = [len(whole.input_ids) if is_bare else whole.supervised.any() for whole in wholes]
             if row is None or not all(taught):
-                self.left_out["unlearned" if row is None and rows.is_marked(number) else "lacking"] += 1
+                self.left_out["lacking"] += 1
                 continue
             if not is_bare:
                 self._look_at(branches[0], wholes[0], encoder)
@@ -154,7 +151,8 @@ class Tally:
         learned = "" if any(self.labels.values()) or not self.targets else f", {self.targets} of them learned"
         yield f"{self.tokens} tokens in {self.kept_rows} rows{learned}; the longest row has {self.longest}"
         if self.marked:
-            yield f"{self.marked} answers are not learned: they are {_MARKED}"
+            why = "marked by weight or loss_weight 0, or by train, training or loss false"
+            yield f"{self.marked} answers are not learned: they are {why}"
         if self.split:
             yield (
                 f"{self.split} texts of more than max_seq_length {self.max_seq_length} tokens are cut into"
@@ -205,12 +203,10 @@ class Tally:
         columns = ", ".join(rows.form.columns.values())
         if self.left_out["answer too far"]:
             hint = f"raise max_seq_length (the longest row has {self.longest} tokens)"
-        elif self.left_out["unlearned"]:
-            hint = "weight 1, or no weight, lets an answer be learned"
         elif self.left_out["refused"]:
             hint = "take a base or a chat_template that shows such chats"
         else:
-            hint = f"check that the columns hold text and the chats have assistant turns; read are: {columns}"
+            hint = f"check that the columns hold text and the chats have assistant turns to learn; read are: {columns}"
         if evaluated:
             hint += "; or choose other rows to evaluate on: val_set_size= or eval_dataset_name="
         lost = "No row is left to evaluate" if evaluated else "No row is left to learn from"
@@ -219,7 +215,6 @@ class Tally:
     def _told_left_out(self) -> str:
         reasons: dict[Reason, str] = {
             "lacking": self.lacking,
-            "unlearned": f"whose answers are all {_MARKED}",
             "answer too far": f"whose answer begins after max_seq_length {self.max_seq_length}",
             "refused": "that the chat template cannot show"
             f" ({'; '.join(f'{count}: {why}' for why, count in self.refused.most_common(3))})",

@@ -18,13 +18,6 @@ steady = settings(derandomize=True)
 SEEDS = st.integers(min_value=-(2**63), max_value=2**64)
 
 
-@pytest.mark.parametrize("num_rows", [*range(1, 65), 97, 100, 101, 255, 256, 257, 1319])
-def test_every_epoch_is_a_bijection(num_rows: int) -> None:
-    for epoch in range(3):
-        rows = [permute(at, num_rows, seed=42, epoch=epoch) for at in range(num_rows)]
-        assert sorted(rows) == list(range(num_rows))
-
-
 @steady
 @given(num_rows=st.integers(1, 400), seed=SEEDS, epoch=st.integers(0, 2**40))
 def test_any_seed_and_epoch_is_a_bijection(num_rows: int, seed: int, epoch: int) -> None:
@@ -119,10 +112,6 @@ def test_shares_add_up_to_the_step(num_rows: int, num_processes: int, micro_batc
     assert sorted(chain.from_iterable(chain.from_iterable(shares))) == rows
 
 
-def test_more_processes_than_rows() -> None:
-    assert [share([5, 3], index, 4, 2) for index in range(4)] == [[[5]], [[3]], [], []]
-
-
 # Cost
 
 
@@ -147,24 +136,6 @@ def test_a_process_finds_only_its_own_rows_and_counting_finds_none(monkeypatch: 
             assert sum(map(len, dealt)) == len(found) <= 8
             assert all(len(part) <= 4 for part in dealt)
             found.clear()
-
-
-@steady
-@given(
-    num_rows=st.integers(1, 60),
-    batch=st.integers(1, 20),
-    processes=st.integers(1, 5),
-    micro=st.integers(1, 4),
-    step=st.integers(0, 40),
-)
-def test_the_rows_of_a_process_are_its_share_of_the_step(
-    num_rows: int, batch: int, processes: int, micro: int, step: int
-) -> None:
-    plan = Plan(num_rows, batch, seed=7)
-    assert plan.num_rows_of(step) == len(plan.rows(step))
-    for index in range(processes):
-        wanted = share(plan.rows(step), index, processes, micro)
-        assert [plan.dealt(step, number, index, processes, micro) for number in range(len(wanted) + 1)] == [*wanted, []]
 
 
 # Agents

@@ -364,7 +364,3 @@ def test_the_hint_about_a_column_with_a_comma_can_be_typed(tmp_path: Path) -> No
     words = [word for word in shlex.split(typed) if word != "and"]
     assert words == ["prompt_column=Frage, lang", "answer_column=Antwort"]
     assert len(load_rows(load_config(None, [name, *words]), "train")) == 1
-
-
-def test_the_table_covers_the_shapes_that_people_have() -> None:
-    assert len(SHAPES) >= 33

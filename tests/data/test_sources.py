@@ -58,7 +58,6 @@ FORMS: dict[str, tuple[dict[str, Any], Chat | Completion | None]] = {
         {"messages": [{"role": "assistant1", "content": "hi"}, ASSISTANT]},
         Chat((Message("assistant1", "hi"), Message("assistant", "yes"))),
     ),
-    "question + answer": ({"question": "hi", "answer": "yes", "id": 3}, chat("hi", "yes")),
     "question + number": ({"question": "2+2?", "answer": 4}, chat("2+2?", "4")),
     "question + nothing": ({"question": "hi", "answer": None}, None),
     "nothing + answer": ({"question": " ", "answer": "yes"}, None),
@@ -814,11 +813,3 @@ def test_a_copy_of_a_data_set_of_the_hub_is_opened_as_the_hub_opens_it(tmp_path:
     assert list(found) == EXPECTED
     assert not any("dataset_subset" in line for line in found.description)
     assert len(load_rows(Config(dataset_name=str(copy)), "train")) == len(ROWS) + 1
-
-
-def test_the_line_of_broken_json_is_named(tmp_path: Path) -> None:
-    rows = ['{"question": "q", "answer": "a"}'] * 8
-    rows[5] = '{"question": "q", "ans'
-    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
-    with pytest.raises(DataError, match=r"line 6, column 19 of a\.jsonl"):
-        load_rows(Config(dataset_name=str(tmp_path / "a.jsonl")), "train")

@@ -280,7 +280,7 @@ def test_rows_that_leave_no_place_are_counted_and_not_asked(
     words = ["evaluate", str(saved), "--data", str(data), "--output", str(tmp_path / "p.jsonl"), SHORT]
     assert main(words) == 0
     told = capsys.readouterr().out
-    assert "left out: 2 of 4 rows: 1 without an answer, 1 whose answer begins after max_seq_length 512" in told
+    assert "left out: 2 of 4 rows: 1 without an answer to learn, 1 whose answer begins after max_seq_length 512" in told
     assert len(lines(tmp_path / "p.jsonl")) == 2
 
 
