@@ -296,10 +296,10 @@ CAPS = {
     "mirror": 865,
     "objectives": 537,
     "report": 1006,
-    "run": 4897,
+    "run": 4902,
     "serve": 1369,
     "supervisor": 1669,
-    "sweep": 845,
+    "sweep": 849,
 }
 
 
