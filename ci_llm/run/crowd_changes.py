@@ -108,7 +108,7 @@ def _prepare_agents(trainer: Trainer) -> None:
     state, rows = trainer.state, trainer.checkpoint.rows
     own = [rows[number] for number in state.numbers]
     prepare_agents(trainer.crowd.agents, trainer.present_config, own, state.rows_per_step, trainer.total_steps)
-    trainer.checkpoint.describe(state.numbers)
+    trainer.checkpoint.crowd_changed(state.numbers)
 
 
 def _fill(

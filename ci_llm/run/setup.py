@@ -161,10 +161,8 @@ def assemble(
     memory = MemoryRelief(config, base, crowd, processes.num_processes)
     objective = agent_settings.objective_of(config, crowd)
     vote = StopVote(processes, attempt.interrupts, heartbeat)
-    checkpoint = RunCheckpoint(
-        config, base, crowd, optimizer, rows, tokenizer_files(base.tokenizer), last_good, processes
-    )
-    checkpoint.describe(state.numbers)
+    files = tokenizer_files(base.tokenizer)
+    checkpoint = RunCheckpoint(config, base, crowd, optimizer, rows, files, last_good, processes, state.numbers)
     return Trainer(
         config=config,
         processes=processes,

@@ -50,8 +50,8 @@ with contextlib.redirect_stdout(io.StringIO()):
     assert main(["report", sys.argv[1]]) == 0
 print(json.dumps([*sys.modules]))
 """
-#: What the first step of a run on the embedded base and rows does without.
-NOT_NEEDED = {"peft", "bitsandbytes", "datasets", "pandas", "wandb", "optuna", "ci_llm.supervisor"}
+#: What the first step of a run on the embedded base and rows does without; PEFT comes with the schedules of Transformers.
+NOT_NEEDED = {"datasets", "pandas", "wandb", "optuna", "ci_llm.supervisor"}
 FIRST_STEP = """
 import json, os, sys
 from ci_llm.cli.main import main

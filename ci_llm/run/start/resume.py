@@ -145,8 +145,7 @@ class RunCheckpoint:
         last_good: the snapshots of agents; a checkpoint has those of agents in an episode of nonfinite steps.
         stopped: the adapters of agents that have left the crowd, by the names of their files.
         bits: the names and the digest of `record_bits` (run/one_layer.py).
-        description: what each checkpoint of the present crowd holds alike, by the names of its files.
-        fingerprints: those that must be the same for a run to be the same run.
+        numbers: of the agents that stand in the crowd.
     """
 
     config: Config
@@ -157,32 +156,38 @@ class RunCheckpoint:
     tokenizer_files: Mapping[str, bytes]
     last_good: LastGood
     processes: Processes
+    numbers: Sequence[int]
     stopped: dict[str, Any] = field(default_factory=dict)
     bits: dict[str, Any] = field(default_factory=dict)
-    description: dict[str, Any] = field(init=False)
-    fingerprints: dict[str, str] = field(init=False)
 
-    def describe(self, numbers: Sequence[int]) -> None:
-        """Collect what does not change from save to save. To be called again after each change of the crowd.
-
-        Args:
-            numbers: of the agents that stand in the crowd.
-        """
-        config = config_of(self.config, numbers)
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        """What each checkpoint of the present crowd holds alike, by the names of its files."""
+        config = config_of(self.config, self.numbers)
         settings = {"agents": _settings_of_agents(config)} if config.agents else {}
         state = state_of(self.crowd, self.base.fingerprint, **settings)
-        self.description = {
+        return {
             # The tensors of agents move to new memory whenever the crowd is prepared: a save looks for them itself.
             **{key: value for key, value in state.items() if key == META or key.endswith("/adapter_config")},
             "config.yaml": self.config.dump().encode(),
             **{f"tokenizer/{name}": data for name, data in self.tokenizer_files.items()},
         }
-        self.fingerprints = {
+
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Those that must be the same for a run to be the same run."""
+        return {
             "base": self.base.fingerprint,
             "base_rounded": self.base.rounded_fingerprint,
             "data": fingerprint_of(self.rows),
             **fingerprint_of_start(self.crowd),
         }
+
+    def crowd_changed(self, numbers: Sequence[int]) -> None:
+        """Other agents stand in the crowd from now on."""
+        self.numbers = numbers
+        for name in ("description", "fingerprints"):
+            self.__dict__.pop(name, None)
 
     def contents(
         self,
