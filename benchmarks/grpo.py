@@ -1,7 +1,10 @@
-"""Do agents learn by checked rewards, and what does a step of GRPO cost beside TRL's? The embedded base, one thread.
+"""Do agents learn by checked rewards, and what does a step of GRPO cost beside TRL's? One thread.
 
     python -m benchmarks.grpo --parts learns --seeds 42 43 44
     python -m benchmarks.grpo --parts cost --rounds 5
+    python -m benchmarks.grpo --parts real --steps 32 --rates 1e-5 1e-4 3e-4 1e-3
+
+All but `real` is on the embedded base.
 
 learns  K = 4 agents take a short SFT on 100 rows. From there they go on in two ways, on the 1,400 other prompts of the
         training split: GRPO with the reward `final_number`, and SFT on the answers for as many CPU seconds. Answers to
@@ -14,6 +17,10 @@ cost    the four agents in one run here, against four runs of TRL's GRPOTrainer 
 
 resume  runs of four steps in two epochs are called again from each of their checkpoints. How far are the
         final weights from those of the run that was not interrupted?
+
+real    SmolLM2-135M-Instruct (`python -m tools.real_base` fetches it) names the module of a docstring. An agent takes a
+        short SFT on 64 rows; four that begin as this one go on with the prompts of the other rows and the reward
+        `exact_match`, in one job, each with a rate of its own. Held-out answers are greedy.
 
 TRL is one of the development packages.
 """
@@ -36,13 +43,13 @@ import torch
 from torch import Tensor
 
 import ci_llm
-from benchmarks.crowd import BARE, over_seeds
+from benchmarks.crowd import BARE, over_rows, over_seeds
 from benchmarks.harness import median_and_range, turn
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.objectives.grpo.rewards import last_number
 
-PARTS: Final = ("learns", "cost", "resume")
+PARTS: Final = ("learns", "cost", "resume", "real")
 K, SFT_ROWS, SFT_STEPS = 4, 100, 60
 PROMPTS, GENERATIONS, LONGEST = 8, 8, 40  # of a step; of a prompt; tokens of a completion
 LEARNED_FROM: Final = 16  # prompts of a step that is to teach
@@ -283,16 +290,65 @@ def resume_table(folder: Path) -> str:
     )
 
 
+# Which rate on a real base?
+
+REAL: Final = Path("configs/smollm2_135m.yaml")
+DOCSTRINGS: Final = Path("configs/data/docstrings")
+REAL_ROWS, REAL_SFT_STEPS, REAL_LONGEST = 64, 8, 12  # of SFT; of 16 rows; tokens of a completion
+
+
+def real_run(folder: Path, seed: int, **keys: Any) -> Path:
+    """A run on the real base; returns its folder."""
+    few = {**BARE, "eval_samples": 1, "eval_dataset_name": DOCSTRINGS, "row_weights": "uniform", "logging_steps": 1}
+    ci_llm.train(REAL, **{**few, "seed": seed, "output_dir": folder, **keys})
+    return folder
+
+
+def right_answers(run: Path, held_out: Sequence[dict[str, str]]) -> Tensor:
+    """[K, rows] 1 where the greedy answer of an agent is right."""
+    crowd = Crowd.from_pretrained(run)
+    said = crowd.generate(
+        [row["question"] for row in held_out], max_new_tokens=REAL_LONGEST, batch_size=50, details=True
+    )
+    texts = [answer.agents if crowd.num_agents > 1 else [answer.answer] for answer in said]
+    right = [[float(text.strip() == row["answer"]) for text in own] for own, row in zip(texts, held_out, strict=True)]
+    return torch.tensor(right, dtype=torch.float64).T
+
+
+def learn_on_real_base(folder: Path, seed: int, steps: int, rates: Sequence[str], num_rows: int) -> str:
+    """A line for the agent after SFT and for each rate, with 95 % intervals over rows, changes paired by row."""
+    train_rows, held_out = (
+        [json.loads(line) for line in (DOCSTRINGS / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
+        for split in ("train", "test")
+    )
+    prompts, held_out = written(folder / "others.jsonl", train_rows[REAL_ROWS:]), held_out[:num_rows]
+    sft = {"num_agents": 1, "max_train_samples": REAL_ROWS, "max_train_steps": REAL_SFT_STEPS, "learning_rate": 1e-3}
+    before_run = real_run(folder / f"real_sft_{seed}", seed, **sft)
+    [before] = right_answers(before_run, held_out)
+    print(f"seed {seed}: before {before.mean():.3f}", flush=True)
+    run = real_run(
+        folder / f"real_grpo_{seed}", seed, objective="grpo", rewards="exact_match", dataset_name=prompts,
+        init_from=before_run / "final_checkpoint" / "agent0", num_agents=len(rates), learning_rate=[*map(float, rates)],
+        num_generations=GENERATIONS, max_completion_length=REAL_LONGEST, batch_size=PROMPTS, max_train_steps=steps,
+    )  # fmt: skip
+    lines = ["| rate | exact match | change |", "|---|---|---|", f"| SFT | {before.mean():.3f} | |"]
+    for rate, after in zip(rates, right_answers(run, held_out), strict=True):
+        change = after - before
+        lines.append(f"| {rate} | {after.mean():.3f} | {change.mean():+.3f} ± {over_rows(change):.3f} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Print a markdown table of each part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44], help="default: 42 43 44")
-    parser.add_argument("--steps", type=int, help="of GRPO (default: 80), or of a round (3)")
+    parser.add_argument("--steps", type=int, help="of GRPO (default: 80; 32 on the real base), or of a round (3)")
     parser.add_argument("--rate", default="1e-3", help="of GRPO (default: 1e-3)")
     parser.add_argument("--sft-rate", default="8e-3", help="of SFT on the other rows (default: 8e-3)")
     parser.add_argument("--split", choices=("validation", "test"), default="test", help="held-out rows (default: test)")
     parser.add_argument("--rows", type=int, default=1000, help="held-out rows (default: 1000)")
+    parser.add_argument("--rates", nargs="+", default=["1e-5", "1e-4", "3e-4", "1e-3"], help="of the agents of real")
     parser.add_argument("--rounds", type=int, default=5, help="of cost (default: 5)")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -306,6 +362,8 @@ def main() -> None:
             print(cost_table(cost(folder, options.rounds, options.steps or 3)))
         if "resume" in options.parts:
             print(resume_table(folder))
+        for seed in options.seeds if "real" in options.parts else ():
+            print(learn_on_real_base(folder, seed, options.steps or 32, options.rates, options.rows))
 
 
 if __name__ == "__main__":  # the reward is imported by name: one module has to hold its calls

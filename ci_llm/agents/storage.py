@@ -419,8 +419,7 @@ def attach(model: PreTrainedModel, settings: LoraSettings) -> AgentStorage:
     """
     replace_quantized_layers(model)
     model.requires_grad_(False)
-    kinds = settings.kinds()
-    wanted = dict.fromkeys((agent.target_modules, agent.layers) for agent in kinds)
+    wanted = dict.fromkeys((agent.target_modules, agent.layers) for agent in settings.each())
     found = {each: find_targets(model, *each) for each in wanted}
     everything = {name for names in found.values() for name in names}
     casts, reading, layers = Casts(), Reading(()), {}

@@ -5,11 +5,9 @@ labelled rows, and `GrpoObjective` from completions that agents have drawn.
 
 They have no state and do not communicate. Losses are SUMS, over targets, units or weighted tokens: only the ballot
 knows the count of the whole optimizer step, and the loop divides by it. So neither accumulation nor uneven rows nor
-the number of processes can bias a mean. Facts about the whole step are given (`StepFacts`). Of GRPO's metrics, too,
-sums are voted on (`ci_llm/objectives/grpo/metrics.py`).
+the number of processes can bias a mean. Facts about the whole step are given (`StepFacts`).
 
-Legend: K agents, U units (pairs, rows or prompts), R rows (of a pair two), B rows, S targets, V vocabulary, M pairs of
-numbers that are added up.
+Legend: K agents, U units (pairs, rows or prompts), R rows (of a pair two), B rows, S targets, V vocabulary, M metrics.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -31,7 +28,6 @@ from ci_llm.errors import BadInput
 from ci_llm.lora.passes import Head, plain_chunk
 from ci_llm.objectives import Evidence, Metrics, Objective, for_agents, pairs
 from ci_llm.objectives.grpo import Grpo, divergence
-from ci_llm.objectives.grpo.metrics import Sums
 from ci_llm.objectives.grpo.rewards import Reward
 
 
@@ -365,27 +361,18 @@ class GrpoObjective(_OfUnits):
     Args:
         grpo: GRPO with the settings of all agents.
         rewards: the functions that judge completions.
-        num_processes: the number of processes of the run.
-        of_step: [K, M, 2] what this process adds to the sums of a step beside its passes; None outside of one.
         failed: agents that could not draw, because their numbers are not finite.
     """
 
     grpo: Grpo
     crowd: CrowdModel
     rewards: tuple[Reward, ...]
-    num_processes: int = 1
-    of_step: Tensor | None = None
     failed: frozenset[int] = frozenset()
-
-    @cached_property
-    def sums(self) -> Sums:
-        """The numbers that are added up over micro-batches and processes."""
-        return Sums(tuple(own.name for own in self.rewards), self.grpo.needs.reference, self.num_processes)
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """The names of the metrics, which are TRL's."""
-        return self.sums.metric_names
+        """TRL's names of what the passes tell; the other metrics are those of completions."""
+        return ("entropy", "kl") if self.grpo.needs.reference else ("entropy",)
 
     def __call__(self, output: CrowdOutput, step: int) -> StepLoss:
         """The loss of the agents of one output, each on completions of its own; `step` is unused here."""
@@ -393,8 +380,9 @@ class GrpoObjective(_OfUnits):
         assert batch.advantages is not None
         assert batch.weights is not None
         weights, gains = batch.weights[batch.target_rows], batch.advantages[batch.target_rows]
-        learned, places = (weights > 0).double(), self.sums.places
-        totals, metrics = [], output.states.new_zeros(len(agents), len(places), 2, dtype=torch.float64)
+        learned, shape = (weights > 0).double(), (len(agents), len(self.metric_names), 2)
+        totals, metrics = [], output.states.new_zeros(shape, dtype=torch.float64)
+        metrics[..., 1] = learned.sum()
         for place, agent in enumerate(agents):
             beta, temperature = self.grpo.of_agent(agent)
             chunk, divergences = Tempered(temperature), None
@@ -402,11 +390,9 @@ class GrpoObjective(_OfUnits):
             if beta:
                 reference = self.crowd.reference((agent,), batch, Tempered(temperature))[0].double()
                 divergences = divergence(log_probs, reference)
-                metrics[place, places["kl"], 0] = (divergences.detach() * learned).sum()
+                metrics[place, 1, 0] = (divergences.detach() * learned).sum()
             totals.append((self.grpo.token_losses(log_probs, gains, divergences, beta) * weights).sum())
-            metrics[place, places["entropy"], 0] = (torch.cat(chunk.entropies).double() * learned).sum()
-        for name in ("entropy", "kl"):
-            metrics[:, places[name], 1] = learned.sum()
+            metrics[place, 0, 0] = (torch.cat(chunk.entropies).double() * learned).sum()
         total = torch.stack(totals)
         lost = [math.nan if agent in self.failed else 0.0 for agent in agents]
         return StepLoss(
@@ -422,15 +408,3 @@ class GrpoObjective(_OfUnits):
 
 #: The objective of a run.
 TrainedObjective = NextToken | Preferences | GrpoObjective
-
-
-def num_pairs(objective: TrainedObjective) -> int:
-    """The number of pairs of numbers of each agent that are added up in a step, for its metrics."""
-    return len(objective.sums.places if isinstance(objective, GrpoObjective) else objective.metric_names)
-
-
-def of_metrics(objective: TrainedObjective, sums: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Sum and count of each of `metric_names` for every agent, from what was added up."""
-    if not isinstance(objective, GrpoObjective):
-        return [[*own] for own in sums]
-    return [[number for pair in objective.sums.means(own).values() for number in pair] for own in sums]

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ci_llm.config.own_keys import SHAPE_KEYS
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import META
-from ci_llm.lora.settings import SHAPE, LoraSettings
+from ci_llm.lora.settings import FIELD_OF_KEY, LoraSettings
 
 
 def state_of(crowd: Crowd, fingerprint: str, **facts: Any) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def shape_of(state: Mapping[str, Any]) -> dict[str, Any]:
     lora = LoraSettings.from_dict(state[META]["lora"])
     return {
         "num_agents": state[META]["num_agents"],
-        **{key: lora.common_or_list(name) for key, name in SHAPE.items()},
+        **{key: lora.common_or_list(FIELD_OF_KEY[key]) for key in SHAPE_KEYS},
     }
 
 

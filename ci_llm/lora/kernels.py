@@ -92,39 +92,39 @@ class Rotation(torch.autograd.Function):
         ctx.dtype = x.dtype
         x = x.to(torch.promote_types(x.dtype, cos.dtype))
         # Attention on a GPU reads all packed rows in the memory order of the product that gave x, [R, N, H, d].
-        half, out = x.shape[-1] // 2, torch.empty_like(x) if x.is_cuda else torch.empty(x.shape, dtype=x.dtype)
-        torch.mul(x, cos, out=out)
-        if _is_slow_in_halves(x):
-            return out.addcmul_(_swapped(x), torch.cat([-sin[..., :half], sin[..., half:]], -1))
-        out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-        out[..., half:].addcmul_(x[..., :half], sin[..., half:])
-        return out
+        out = torch.empty_like(x) if x.is_cuda else torch.empty(x.shape, dtype=x.dtype)
+        low, high = sin.chunk(2, -1)
+        return _turned(out, x, cos, (low, -1), (high, 1))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         rows, heads, tokens, width = grad.shape
-        half = width // 2
         # In the memory order of the product that gave x, [R, N, H, d], so that its backward pass copies nothing.
         out = torch.empty(rows, tokens, heads, width, dtype=grad.dtype, device=grad.device).transpose(1, 2)
-        torch.mul(grad, cos, out=out)
-        if _is_slow_in_halves(grad):
-            out.addcmul_(_swapped(grad), torch.cat([sin[..., half:], -sin[..., :half]], -1))
-            return out.to(ctx.dtype), None, None
-        out[..., :half].addcmul_(grad[..., half:], sin[..., half:])
-        out[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1)
-        return out.to(ctx.dtype), None, None
+        low, high = sin.chunk(2, -1)
+        return _turned(out, grad, cos, (high, 1), (low, -1)).to(ctx.dtype), None, None
+
+
+def _turned(out: Tensor, x: Tensor, cos: Tensor, *sines: tuple[Tensor, int]) -> Tensor:
+    """x · cos + x' · sin in `out`, where x' is x with the halves of every head exchanged.
+
+    Args:
+        sines: sin of each half, with the sign that it gets.
+    """
+    torch.mul(x, cos, out=out)
+    others = x.chunk(2, -1)[::-1]
+    if _is_slow_in_halves(x):
+        return out.addcmul_(torch.cat(others, -1), torch.cat([sin if sign > 0 else -sin for sin, sign in sines], -1))
+    for own, other, (sin, sign) in zip(out.chunk(2, -1), others, sines, strict=True):
+        own.addcmul_(other, sin, value=sign)
+    return out
 
 
 def _is_slow_in_halves(x: Tensor) -> bool:
     """True if operations on half a head are slow: in 16 bits, a CPU's vectors are longer than that."""
     return x.dtype.itemsize == 2 and not x.is_cuda
-
-
-def _swapped(x: Tensor) -> Tensor:
-    """x [..., d] with the halves of every head exchanged."""
-    return torch.cat([*reversed(x.chunk(2, -1))], -1)
 
 
 def fast_chunk(z: Tensor, index: Tensor, head: Head, narrow: Tensor, slopes: Tensor | None) -> Tensor:
@@ -284,7 +284,7 @@ class JoinedInput:
     def output(self, layer: AdaptedLinear, x: Tensor) -> Tensor | None:
         """The output of the layer for the input [K·B, ..., in]; None if it has to compute that itself."""
         if self._input is not x or layer.name not in self._left:
-            chosen = self._chosen(x) if torch.is_grad_enabled() and layer.reading.in_storage else {}
+            chosen = self._chosen(x) if layer.reading.in_storage else {}
             if layer.name not in chosen or len(chosen) == 1:
                 return None
             self._input, self._left = x, self._computed(x, chosen)
@@ -309,9 +309,13 @@ class JoinedInput:
 
     def _chosen(self, x: Tensor) -> dict[str, Stack]:
         """The layers, by name, whose input one stack reads, with this stack."""
-        rows = x.numel() // x.shape[-1]
-        found = {layer.name: layer.whole(rows) for layer in self._layers}
-        return {name: stack for name, stack in found.items() if stack and stack.gradients and not stack.drops}
+        rows, found = x.numel() // x.shape[-1], {}
+        for layer in self._layers if self._layers[0].reading.sizes is None else ():
+            owned = layer.owned(rows)
+            stack, own = owned[0] if len(owned) == 1 else (None, None)
+            if stack and own == slice(0, rows) and stack.gradients and not stack.drops:
+                found[layer.name] = stack
+        return found
 
 
 def _join(layers: Iterable[AdaptedLinear]) -> None:

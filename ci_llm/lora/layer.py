@@ -16,15 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from ci_llm.base.quantized import QuantizedLinear
 from ci_llm.base.targets import WeightMetadata
 from ci_llm.errors import ModelError
-from ci_llm.lora.products import (
-    FusedLinear,
-    LowRank,
-    Owned,
-    Stack,
-    inputs_of,
-    joined,
-    with_adapters,
-)
+from ci_llm.lora.products import FusedLinear, LowRank, Owned, Stack, inputs_of, joined, with_adapters
 from ci_llm.lora.reading import Casts, InputDropout, Reading, compute_dtype
 
 
@@ -78,9 +70,7 @@ class AdaptedLinear(nn.Module):
         base, dtype = self.base_layer, compute_dtype(x)
         weight: Any = base if isinstance(base, QuantizedLinear) else base.weight
         is_linear = type(base) is nn.Linear or weight is base
-        if is_linear and not (self.training or torch.is_grad_enabled()):
-            return self._at_rest(x, weight, dtype)
-        if self.joined is not None:
+        if self.joined is not None and torch.is_grad_enabled():
             found = self.joined.output(self, x)
             if found is not None:
                 return found  # type: ignore[no-any-return]
@@ -89,18 +79,26 @@ class AdaptedLinear(nn.Module):
         owned = self.owned(len(rows))
         if not is_linear:
             # Autocast, if it is on, casts the base's weights; `LowRank` casts the adapters to the dtype of its input.
-            return self._beside(base, rows.to(dtype), owned).view(*x.shape[:-1], self.out_features)
-        dropped, cast = self._dropped(rows, owned), self.casts.input(x, dtype).reshape(rows.shape)
+            y = self._beside(base, rows.to(dtype), owned)
+        else:
+            cast = rows if x.dtype == dtype else self.casts.input(x, dtype).reshape(rows.shape)
+            y = self._fused(rows, cast, weight, owned)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _fused(self, x: Tensor, cast: Tensor, weight: Any, owned: Owned) -> Tensor:
+        """y of a linear base layer [R, out]. A decoder calls it for every token: each operator and look-up counts."""
+        bias: Any = self.base_layer.bias
+        dropped = self._dropped(x, owned)
         if not torch.is_grad_enabled():
-            bias: Any = base.bias
-            return with_adapters(cast, dropped, weight, bias, owned)[0].view(*x.shape[:-1], self.out_features)
+            weight = self.reading.packed.get(self, weight)
+            return with_adapters(cast, dropped, weight, bias, owned, self.reading.by_onednn)[0]
         parameters = [self._parameters_of(stack) for stack, _ in owned]
         if not self.reading.in_storage:  # otherwise `begin_step` has put all gradients there
             pairs = zip(owned, parameters, strict=True)
-            owned = [(stack.accumulating_in(each), rows_of) for (stack, rows_of), each in pairs]
+            owned = [(stack.accumulating_in(each), rows) for (stack, rows), each in pairs]
         flat = [each for own in parameters for each in own]
-        y: Tensor = FusedLinear.apply(rows, cast, dropped, weight, base.bias, owned, self.by_onednn, *flat)
-        return y.view(*x.shape[:-1], self.out_features)
+        y: Tensor = FusedLinear.apply(x, cast, dropped, weight, bias, owned, self.by_onednn, *flat)
+        return y
 
     def owned(self, rows: int) -> list[tuple[Stack, slice]]:
         """The adapters that read an input of so many rows: equally many of neighbours of one shape as one batch.
@@ -108,7 +106,7 @@ class AdaptedLinear(nn.Module):
         Raises:
             ModelError: the owners have another number of rows.
         """
-        reading, found = self.reading, list[tuple[Stack, slice]]()
+        reading = self.reading
         each, rest = divmod(rows, max(len(reading.agents), 1))
         if rest if reading.sizes is None else sum(reading.sizes) != rows:
             raise ModelError(
@@ -117,18 +115,10 @@ class AdaptedLinear(nn.Module):
                 where="agents with rows of their own",
                 hint="name the layers to adapt by lora_target_modules, or let all agents train on the same rows",
             )
-        if reading.sizes is None:
-            for stack, place in self._stacks_of(reading.agents):
-                found.append((stack, slice(place * each, (place + stack.size) * each)))
-            return found
-        for agent, own in reading.owners():
-            found += [(stack, own) for stack, _ in self._stacks_of((agent,))]
-        return found
-
-    def whole(self, rows: int) -> Stack | None:
-        """The only stack that reads an input of so many rows; None if there are several, or rows of their own."""
-        found = self.owned(rows) if self.reading.sizes is None else []
-        return found[0][0] if len(found) == 1 and found[0][1] == slice(0, rows) else None
+        if reading.sizes is not None:
+            return [(stack, own) for agent, own in reading.owners() for stack, _ in self._stacks_of((agent,))]
+        found = self._stacks_of(reading.agents)
+        return [(stack, slice(place * each, (place + stack.size) * each)) for stack, place in found]
 
     def _stacks_of(self, agents: tuple[int, ...]) -> list[tuple[Stack, int]]:
         """The stacks of these agents, each with its first agent's place among them; made once and not in each pass."""
@@ -144,15 +134,6 @@ class AdaptedLinear(nn.Module):
             self._at[key] = found
         return self._at[key]
 
-    def _at_rest(self, x: Tensor, weight: Any, dtype: torch.dtype) -> Tensor:
-        """The fast forward pass for inference, for every token of a decoder: each operator and look-up counts."""
-        reading, base = self.reading, self.base_layer
-        rows = (x if x.dtype == dtype else self.casts.input(x, dtype)).reshape(-1, self.in_features)
-        weight = reading.packed.get(self, weight)
-        bias: Any = base.bias
-        y, _ = with_adapters(rows, None, weight, bias, self.owned(len(rows)), reading.by_onednn)
-        return y.view(*x.shape[:-1], self.out_features)
-
     def _beside(self, base: nn.Module, x: Tensor, owned: Owned) -> Tensor:
         """y of a base layer that computes by itself."""
         y: Tensor = base(x)
@@ -166,17 +147,13 @@ class AdaptedLinear(nn.Module):
 
     def _dropped(self, x: Tensor, owned: Owned) -> Tensor | None:
         """The input after dropout of the agents that drop, one after the other; None if no agent drops."""
-        dropping = [(stack, rows) for stack, rows in owned if stack.drops]
+        dropping = [(stack, rows, rows.stop - rows.start) for stack, rows in owned if stack.drops]
         if not dropping:
             return None
         x = x.to(compute_dtype(x))
-        all_drop = sum(rows.stop - rows.start for _, rows in dropping) == len(x)
-        inputs = x if all_drop else joined([x[rows] for _, rows in dropping])
-        owners = [
-            (k, (rows.stop - rows.start) // stack.size)
-            for stack, rows in dropping
-            for k in range(stack.first, stack.end)
-        ]
+        all_drop = sum(count for *_, count in dropping) == len(x)
+        inputs = x if all_drop else joined([x[rows] for _, rows, _ in dropping])
+        owners = [(k, count // stack.size) for stack, _, count in dropping for k in range(stack.first, stack.end)]
         return self.dropout.apply(inputs, self.name, owners, self.reading)
 
     def _parameters_of(self, stack: Stack) -> list[Tensor]:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, islice
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ from ci_llm.core.memory import is_out_of_memory
 from ci_llm.data.batches import Batch, MicroBatch, padded, without_repeats
 from ci_llm.errors import CiLlmError, ModelError
 from ci_llm.lora.attention import Segments
-from ci_llm.lora.products import LEAST_ROWS, product
+from ci_llm.lora.products import LEAST_ROWS, joined, product
 from ci_llm.lora.reading import Reading, compute_dtype
 
 
@@ -111,12 +111,8 @@ class Head:
         """The head of a model, with its family's scaling (Granite, Cohere) and soft cap (Gemma)."""
         layer, config = model.get_output_embeddings(), model.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
-        return cls(
-            layer.weight,
-            getattr(layer, "bias", None),
-            scale,
-            getattr(config, "final_logit_softcapping", None),
-        )
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return cls(layer.weight, getattr(layer, "bias", None), scale, softcap)
 
     def to(self, dtype: torch.dtype) -> Head:
         """The head with its numbers in `dtype`."""
@@ -260,8 +256,14 @@ def target_log_probs(states: Tensor, targets: Tensor, head: Head, of_chunk: OfCh
         return _TargetLogProbs.apply(states, targets, head, of_chunk)  # type: ignore[no-any-return]
 
 
-#: Ids and positions of packed rows, the arguments of `Segments`, and the place of each token's state.
-Laid = tuple[Tensor, Tensor, tuple[int, ...], tuple[int, ...], Tensor | slice]
+class _Laid(NamedTuple):
+    """Packed rows: their ids and positions, the arguments of `Segments`, and the place of each token's state."""
+
+    ids: Tensor
+    positions: Tensor
+    bounds: tuple[int, ...]
+    before: tuple[int, ...]
+    places: Tensor | slice
 
 
 @dataclass(frozen=True)
@@ -297,27 +299,24 @@ class Passes:
             return [self._of_one(*rows[0])]
         if not self.packed:
             return [self._of_one(*each) for each in rows]
-        laid = [self._laid(own.batch) for own in rows]
-        agents, each = (
-            [k for own in rows for k in own.agents],
-            [one for one, own in zip(laid, rows, strict=True) for _ in own.agents],
-        )
-        sizes = [len(one[0]) for one in each]
-        starts = [end - size for size, end in zip(sizes, accumulate(sizes), strict=True)]
-        bounds = [start + bound for start, one in zip(starts, each, strict=True) for bound in one[2][1:]]
-        ids, positions = torch.cat([one[0] for one in each]), torch.cat([one[1] for one in each])
-        with self.reading.of(agents, sizes):
-            states = self._end_to_end(ids[None], positions, (0, *bounds), [back for one in each for back in one[3]])
-        parts = iter(part[:, one[4]] for part, one in zip(states.split(sizes, dim=1), each, strict=True))
-        return [_joined([*islice(parts, len(own.agents))]) for own in rows]
+        each = [one for own in rows for one in [self._laid(own.batch)] * len(own.agents)]
+        sizes, bounds = [len(one.ids) for one in each], [0]
+        for one in each:
+            bounds += [bounds[-1] + bound for bound in one.bounds[1:]]
+        ids, positions = torch.cat([one.ids for one in each]), torch.cat([one.positions for one in each])
+        with self.reading.of([k for own in rows for k in own.agents], sizes):
+            states = self._end_to_end(ids[None], positions, bounds, [back for one in each for back in one.before])
+        parts = iter(part[:, one.places] for part, one in zip(states.split(sizes, dim=1), each, strict=True))
+        return [joined([*islice(parts, len(own.agents))]) for own in rows]
 
     def _of_one(self, agents: tuple[int, ...], batch: Batch) -> Tensor:
         """[n, N, D] of n agents that read one batch: the rows once for each."""
         copies = max(len(agents), 1)
         with self.reading.of(agents):
             if self.packed:
-                ids, positions, bounds, before, places = self._laid(batch)
-                return self._end_to_end(ids.expand(copies, -1), positions, bounds, before)[:, places]
+                laid = self._laid(batch)
+                states = self._end_to_end(laid.ids.expand(copies, -1), laid.positions, laid.bounds, laid.before)
+                return states[:, laid.places]
             inputs, (rows, columns) = self._rectangle(batch)
             states = self._hidden({name: each.repeat(copies, 1) for name, each in inputs.items()})
         return states.unflatten(0, (copies, batch.num_rows))[:, rows, columns]  # type: ignore[no-any-return]
@@ -335,7 +334,7 @@ class Passes:
         with without_autocast, self.ready(dtype, training=self.model.training):
             return text_model(self.model)(**inputs, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
 
-    def _laid(self, batch: Batch) -> Laid:
+    def _laid(self, batch: Batch) -> _Laid:
         """The rows end to end; spare tokens are a further row, which nothing reads."""
         ids, positions, bounds, before = batch.input_ids, batch.position_ids, batch.bounds, (0,) * batch.num_rows
         places: Tensor | slice = slice(batch.num_tokens)
@@ -347,7 +346,7 @@ class Passes:
             ids = F.pad(ids, (0, spare), value=self.pad_id)
             positions = torch.cat([positions, positions.new_tensor(range(spare))])
             bounds, before = (*bounds, bounds[-1] + spare), (*before, 0)
-        return ids, positions, bounds, before, places
+        return _Laid(ids, positions, bounds, before, places)
 
     def _rectangle(self, batch: Batch) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
         """The rows side by side, and the index of their tokens in packed order; see `padded`."""
@@ -358,10 +357,6 @@ class Passes:
         # No attention mask is given. Pads stand to the right of a row, where no token of a causal model attends. A
         # mask that leaves a pad no position to attend to makes its state NaN in some families, and NaN spreads.
         return {name: inputs[name] for name in ("input_ids", "position_ids")}, index
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def spare_tokens(model: PreTrainedModel, tokens: int, copies: int = 1) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from ci_llm.base.targets import Layers
-from ci_llm.config.own_keys import SHAPE_KEYS, from_plain, to_plain
+from ci_llm.config.own_keys import from_plain, to_plain
 from ci_llm.errors import BadInput
 
 
@@ -102,13 +102,9 @@ class LoraSettings:
         """The settings of every agent."""
         return [self.of(k) for k in range(self.num_agents)]
 
-    def kinds(self) -> list[AgentLora]:
-        """The settings of every agent, or only those of agent 0 if all are alike."""
-        return self.each() if self.agents else [self.of(0)]
-
     def common_or_list(self, key: str) -> Any:
         """The agents' value of `key` for messages: one value if all agents have it, or else the list."""
-        values = [getattr(agent, key) for agent in self.kinds()]
+        values = [getattr(agent, key) for agent in self.each()]
         values = [list(value) if isinstance(value, tuple) else value for value in values]
         return values[0] if all(value == values[0] for value in values) else values
 
@@ -139,5 +135,3 @@ FIELD_OF_KEY: Final = {
     "use_rslora": "use_rslora",
     "seed": "seed",
 }
-#: Those of them that give an adapter its shape and scale.
-SHAPE: Final = {key: FIELD_OF_KEY[key] for key in SHAPE_KEYS}

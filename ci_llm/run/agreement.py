@@ -2,7 +2,7 @@
 
 Backward communicates nothing, because a reduction there would leave the peers of a process that ran out of memory
 waiting. Such a process says so in its ballot, and all repeat the step in smaller parts (out_of_memory.py). Where agents
-draw completions, a vote before the passes says whether all of them could be rewarded.
+draw completions, all processes know before the passes whether they could be rewarded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd.objective import GrpoObjective
 from ci_llm.data.batches import MicroBatch
 from ci_llm.distributed.ballot import Ballot, Verdict
-from ci_llm.objectives.grpo.rewards import failed_elsewhere
 from ci_llm.run.end.attempt import Attempt
 from ci_llm.run.one_layer import record_bits
 from ci_llm.run.saving import save_before_error
@@ -40,9 +39,9 @@ def agree_on_gradients(trainer: Trainer, attempt: Attempt, step: int, micro_batc
     if isinstance(of_run, GrpoObjective):
         rollout = trainer.rollouts.of_step(of_run, step, micro_batches, trainer.courses)
         of_run = rollout.objective
-        if trainer.processes.agree(Ballot(0, failed=rollout.failure is not None)).failed:
+        if rollout.failure is not None:
             save_before_error(trainer, attempt)
-            raise rollout.failure or failed_elsewhere(f"step {step + 1}")
+            raise rollout.failure
     while True:
         if rollout is None:
             parts = in_parts(trainer.courses, micro_batches, trainer.micro_batch_size)

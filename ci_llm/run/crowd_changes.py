@@ -74,7 +74,7 @@ def keep_agents(trainer: Trainer, state: TrainState, kept: Sequence[int]) -> Non
     checkpoint.last_good.keep_agents(crowd.storage.rows, kept)
     trainer.metrics.keep_agents(kept)
     trainer.learning.keep_agents(kept)
-    trainer.objective = objective_of(trainer.present_config, crowd, trainer.processes.num_processes)
+    trainer.objective = objective_of(trainer.present_config, crowd)
     trainer.evaluator.objective, trainer.evaluator.rows = trainer.objective, trainer.evaluator.rows.of_agents(kept)
     places = trainer.prepared.places
     trainer.prepared = replace(trainer.prepared, places=[places[place] for place in kept] if places else ())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ci_llm.cluster.deadline import STOPPED_BY_CALLBACK, Pace
 from ci_llm.core.quantities import count
-from ci_llm.crowd.objective import GrpoObjective, of_metrics
+from ci_llm.crowd.objective import GrpoObjective
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.logs.progress import Position
 from ci_llm.run.end.attempt import Attempt
@@ -41,10 +41,9 @@ def report(trainer: Trainer, attempt: Attempt, verdict: Verdict, findings: Findi
     if not findings.bad_batch:  # else nothing was trained on
         totals = (*sums.losses, sums.diversity)
         metrics.add((*sums.targets, verdict.num_targets), totals, norms, findings.left_out)
-        measured = of_metrics(trainer.objective, sums.metrics)
-        metrics.add_named(trainer.objective.metric_names, measured, findings.left_out)
+        metrics.add_named(trainer.objective.metric_names, sums.metrics, findings.left_out)
         if isinstance(trainer.objective, GrpoObjective):
-            trainer.rollouts.watch.look(trainer.objective.sums, sums.metrics, step)
+            trainer.rollouts.report(metrics, step, findings.left_out)
         else:
             trainer.learning.count(losses)
     if step % trainer.config.logging_steps and step != trainer.total_steps:

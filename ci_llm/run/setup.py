@@ -159,7 +159,7 @@ def assemble(
     attempt.manager.watch(optimizer)
     last_good = LastGood(crowd.storage.rows, optimizer)
     memory = MemoryRelief(config, base, crowd, processes.num_processes)
-    objective = agent_settings.objective_of(config, crowd, processes.num_processes)
+    objective = agent_settings.objective_of(config, crowd)
     vote = StopVote(processes, attempt.interrupts, heartbeat)
     checkpoint = RunCheckpoint(
         config, base, crowd, optimizer, rows, tokenizer_files(base.tokenizer), last_good, processes
@@ -220,7 +220,7 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
         crowd.gradient_checkpointing_enable()
     for line in _described(config, crowd):
         logger.info(f"agents    {line}")
-    for line in {absent_targets(base.model, own.target_modules): None for own in crowd.settings.kinds()}:
+    for line in {absent_targets(base.model, own.target_modules): None for own in crowd.settings.each()}:
         if line:
             logger.warning(f"lora_target_modules: {line}")
     return crowd

@@ -37,7 +37,7 @@ from ci_llm.errors import ConfigError, DataError, RewardFailed
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import objective_of
 from ci_llm.objectives.grpo import advantages, spread, total_rewards
-from ci_llm.objectives.grpo.metrics import Sums, Watch
+from ci_llm.objectives.grpo.metrics import Watch, metrics_of
 from ci_llm.objectives.grpo.rewards import Reward, judged, require_answers, rewards_of
 from ci_llm.run.step.rollout import Group, Rollout, Rollouts
 from tests.crowd.test_preferences import gradients_of, load
@@ -404,18 +404,23 @@ def test_a_reward_may_be_awaited_and_may_give_none() -> None:
 
 
 def test_the_log_says_once_that_completions_teach_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    sums, watch = Sums(("length",), False, 2), Watch()
-    flat, cut = torch.tensor([True] * 9 + [False]), [True] * 9 + [False]
-    rewards = torch.ones(10, 1, dtype=torch.float64)
-    own = sums.of_completions(rewards, rewards[:, 0], flat, [3] * 9 + [7], cut, 1).flatten().tolist()
+    watch, rewards = Watch(), torch.ones(10, 1, 1, dtype=torch.float64)
+    spreads, cut = torch.tensor([0.0] * 9 + [1.0]), [True] * 9 + [False]
+    found = metrics_of(["length"], rewards, rewards[..., 0], spreads, [3] * 9 + [7], cut)
     for step in range(1, 31):
-        watch.look(sums, [own, own], step)
+        watch.look([found, found], step)
     assert [record.message.split()[0] for record in caplog.records] == ["step", "in"]
-    found = sums.means(own)
     assert found["completions/max_length"] == (7.0, 1.0)
     assert found["completions/min_length"] == (3.0, 1.0)
     assert found["reward_std"] == (0.0, 1.0)
     assert found["completions/clipped_ratio"] == (9.0, 10.0)
+    assert found["frac_reward_zero_std"] == (9.0, 10.0)
+
+
+def test_an_agent_without_completions_in_a_step_has_no_metrics_of_it() -> None:
+    nothing = torch.zeros(0, G, 1, dtype=torch.float64)
+    found = metrics_of(["length"], nothing, nothing[..., 0], nothing[:, 0, 0], [], [])
+    assert {count for _, count in found.values()} == {0.0}
 
 
 def test_a_function_of_weight_0_is_only_measured() -> None:

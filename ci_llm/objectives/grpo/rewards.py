@@ -96,7 +96,7 @@ def _answers(rows: Sequence[Mapping[str, Any]], named: str | None) -> list[Any]:
 
 def _of_name(name: str, answer: str | None, longest: int) -> Reward:
     if name in _BUILT_IN:
-        return Reward(name, _BUILT_IN[name](answer), reads_answer=True)
+        return Reward(name, _compared(answer, _BUILT_IN[name]), reads_answer=True)
     if name == "length":
         return Reward(name, _length(longest))
     if name.startswith(_REGEX):
@@ -127,19 +127,10 @@ def last_number(text: str) -> float | None:
 # Their settings are closed over: an argument could be replaced by a column of the same name.
 
 
-def _exact_match(named: str | None) -> Function:
+def _compared(named: str | None, is_right: Callable[[str, str], bool]) -> Function:
     def reward(completions: Sequence[Any], rows: Sequence[Mapping[str, Any]], **_: Any) -> list[float | None]:
         answers = zip(completions, _answers(rows, named), strict=True)
-        return [None if want is None else float(text_of(own).strip() == str(want).strip()) for own, want in answers]
-
-    return reward
-
-
-def _final_number(named: str | None) -> Function:
-    def reward(completions: Sequence[Any], rows: Sequence[Mapping[str, Any]], **_: Any) -> list[float | None]:
-        pairs = zip(completions, _answers(rows, named), strict=True)
-        answers = ((text_of(own), last_number(str(want))) for own, want in pairs)
-        return [None if want is None else float(last_number(own) == want) for own, want in answers]
+        return [None if want is None else float(is_right(text_of(own), str(want))) for own, want in answers]
 
     return reward
 
@@ -152,9 +143,10 @@ def _length(most: int) -> Function:
     return lambda completion_ids, **_: [1 - len(ids) / most for ids in completion_ids]
 
 
-_BUILT_IN: Final[Mapping[str, Callable[[str | None], Function]]] = {
-    "exact_match": _exact_match,
-    "final_number": _final_number,
+#: Those that compare a completion with the right answer.
+_BUILT_IN: Final[Mapping[str, Callable[[str, str], bool]]] = {
+    "exact_match": lambda own, want: own.strip() == want.strip(),
+    "final_number": lambda own, want: last_number(own) == last_number(want),
 }
 
 
@@ -188,10 +180,10 @@ def judged(reward: Reward, given: Given, where: str, timeout: float | None = Non
 def _called(reward: Reward, given: Given, timeout: float | None) -> tuple[Any, Exception | None]:
     """What the function returns, or its error."""
     if timeout is not None:
-        return _in_thread(lambda: _waited_for(reward.function(**given)), timeout)
+        return _in_thread(lambda: _ended(reward.function(**given)), timeout)
     value, error = _tried(partial(reward.function, **given))
     # In a thread, because this one may be in a loop already, as in a notebook.
-    return _in_thread(partial(_waited_for, value)) if inspect.isawaitable(value) else (value, error)
+    return _in_thread(partial(_ended, value)) if inspect.iscoroutine(value) else (value, error)
 
 
 def _in_thread(work: Callable[[], Any], timeout: float | None = None) -> tuple[Any, Exception | None]:
@@ -210,12 +202,9 @@ def _tried(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def _waited_for(value: Any) -> Any:
-    return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
+def _ended(value: Any) -> Any:
+    """What an async function returns, or the value of another one."""
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
 def _culprit(reward: Reward, given: Given, timeout: float | None, error: Exception) -> str:

@@ -52,7 +52,7 @@ def crowd_settings(config: Config, numbers: Sequence[int]) -> LoraSettings:
     return replace(settings, agents=tuple({**mine, "index": index} for mine, index in entries))
 
 
-def objective_of(config: Config, crowd: Crowd, num_processes: int) -> TrainedObjective:
+def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:
     """The objective of the agents of `config`."""
     drawn = [own.row_weights == "bootstrap" for own in config.each_agent]
     keys = [
@@ -64,7 +64,7 @@ def objective_of(config: Config, crowd: Crowd, num_processes: int) -> TrainedObj
         found = objectives.objective_of(config.objective, config.each_agent, crowd.device)
         if isinstance(found, Grpo):
             rewards = rewards_of(config.rewards or (), config.answer_column, config.max_completion_length)
-            return GrpoObjective(found, crowd, rewards, num_processes)
+            return GrpoObjective(found, crowd, rewards)
         return Preferences(found, crowd, bootstrap)
     return NextToken(
         config.diversity, config.lambda_sw, config.swd_representation, seed=config.seed, bootstrap=bootstrap

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ci_llm.core.determinism import seed_everything
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.objective import GrpoObjective, NextToken, StepLoss, TrainedObjective, num_pairs
+from ci_llm.crowd.objective import NextToken, StepLoss, TrainedObjective
 from ci_llm.data.batches import MicroBatch
 from ci_llm.distributed.ballot import StepSums
 from ci_llm.run.step.nonfinite import nonfinite_here
@@ -63,8 +63,6 @@ class TrainingPasses:
         self.model.train()
         crowd.storage.begin_step(step)
         sums = torch.zeros(num_sums(crowd.num_agents, objective), dtype=torch.float64, device=crowd.device)
-        if isinstance(objective, GrpoObjective) and objective.of_step is not None:
-            sums[StepSums.size(crowd.num_agents) :] = objective.of_step.flatten().to(crowd.device)
         for number, batch in enumerate(micro_batches):
             crowd.storage.begin_micro_step(step, process, number)
             losses = list[StepLoss]()
@@ -88,4 +86,4 @@ class TrainingPasses:
 
 def num_sums(agents: int, objective: TrainedObjective) -> int:
     """The length of `Sums.sums`."""
-    return StepSums.size(agents, metrics=num_pairs(objective))
+    return StepSums.size(agents, metrics=len(objective.metric_names))

@@ -1,10 +1,10 @@
 """The completions of an optimizer step: drawn, rewarded, compared within their groups, and laid out for the passes.
 
 Each process draws those of its own rows, and rewards them. A step that is repeated in smaller parts, because memory ran
-out, takes the same completions: a part is some of the prompts, or some completions of a prompt. Only the deviation of
-all rewards, for `scale_rewards: batch`, needs the other processes before the passes.
+out, takes the same completions: a part is some of the prompts, or some completions of a prompt. One collective tells
+all processes the rewards of all: for metrics, for `scale_rewards: batch`, and whether a function has failed.
 
-Legend: K agents, P prompts, G completions of each, F rewards, M pairs of numbers of a metric.
+Legend: K agents, P prompts, G completions of each, F rewards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ from ci_llm.data.units import unit_of
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import RewardFailed
 from ci_llm.objectives.grpo import advantages, spread, total_rewards
-from ci_llm.objectives.grpo.metrics import Watch
+from ci_llm.objectives.grpo.metrics import Pair, Watch, metrics_of
+from ci_llm.objectives.grpo.rewards import failed_elsewhere
+from ci_llm.run.step.step_metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +72,9 @@ class Rollout:
     """The completions of a step that this process has drawn.
 
     Attributes:
-        objective: the objective of the run, with what these completions add to the metrics of the step.
+        objective: the objective of the run, which knows whose numbers are not finite.
         groups: of every agent [K], in the order of its rows.
-        failure: the error of a function that could not reward them.
+        failure: the error of a function that could not reward them, here or on another process.
     """
 
     objective: GrpoObjective
@@ -176,22 +178,40 @@ class Rollouts:
         drawer: draws them.
 
     Attributes:
+        measured: [K] the metrics of the newest step, the same on every process.
         disk_refuses: the log has said that completions are not written.
     """
 
     drawer: Drawer
     processes: Processes
     watch: Watch = field(default_factory=Watch)
+    measured: list[dict[str, Pair]] = field(default_factory=list)
     disk_refuses: bool = False
 
     def of_step(
         self, objective: GrpoObjective, step: int, micro_batches: Sequence[MicroBatch], courses: Courses
     ) -> Rollout:
-        """Draw and judge the completions of this process's rows of a step. A collective with `scale_rewards: batch`.
+        """Draw and judge the completions of this process's rows of a step. A collective.
 
         Raises:
             OutOfMemory: a single completion does not fit.
         """
+        each, failure = self._drawn(objective, step, micro_batches, courses)
+        told = self.processes.gather_object((failure is not None, [*map(_in_numbers, each)]))
+        if failure is None and any(has_failed for has_failed, _ in told):
+            failure = failed_elsewhere(f"step {step + 1}")
+        self.measured, groups = [], []
+        for own, of_processes in zip(each, zip(*(numbers for _, numbers in told), strict=True), strict=True):
+            measured, of_batch = _measured(objective, of_processes)
+            self.measured.append(measured)
+            groups.append([*_compared(objective, own, of_batch)])
+        failed = frozenset(group.asked.agent for own in groups for group in own if group.failed)
+        return Rollout(replace(objective, failed=failed), groups, failure)
+
+    def _drawn(
+        self, objective: GrpoObjective, step: int, micro_batches: Sequence[MicroBatch], courses: Courses
+    ) -> tuple[list[list[Group]], RewardFailed | None]:
+        """The groups of every agent here, without advantages; up to the error of a function."""
         asked = list[tuple[Asked, Course]]()
         for own in (own for batch in micro_batches for own in batch):
             for at, row in enumerate(own.batch.sample_ids):
@@ -200,21 +220,19 @@ class Rollouts:
         with self.processes.autocast():
             drawn = self.drawer.draw([one for one, _ in asked], objective.grpo, step)
         each: list[list[Group]] = [[] for _ in range(objective.crowd.num_agents)]
-        failure = None
         for (one, course), requests in zip(asked, drawn, strict=True):
             self.drawer.tick()
             try:
                 each[one.agent].append(self._judged(objective, step, one, course, requests))
-            except RewardFailed as error:  # the others learn it by the vote on the step
-                failure = error
-                break
-        of_batch = self._spreads(objective, each)
-        groups = [[*_compared(objective, own, deviation)] for own, deviation in zip(each, of_batch, strict=True)]
-        failed = frozenset(group.asked.agent for own in groups for group in own if group.failed)
-        sums = torch.stack(
-            [self._sums(objective, own, deviation) for own, deviation in zip(groups, of_batch, strict=True)]
-        )
-        return Rollout(replace(objective, of_step=sums, failed=failed), groups, failure)
+            except RewardFailed as error:  # raised when all processes know it
+                return each, error
+        return each, None
+
+    def report(self, metrics: StepMetrics, step: int, left_out: Sequence[int]) -> None:
+        """Add the metrics of the newest step to those of its interval, and warn where completions teach nothing."""
+        sums = [[number for pair in own.values() for number in pair] for own in self.measured]
+        metrics.add_named([*self.measured[0]], sums, left_out)
+        self.watch.look(self.measured, step)
 
     def write(self, rollout: Rollout, step: int, manager: CheckpointManager) -> None:
         """Write the completions of all processes into the file of the step; a repeated step replaces it. A collective.
@@ -254,29 +272,25 @@ class Rollouts:
         cut = [request.finish != "stop" for request in drawn]
         return Group(one, tokens, texts, cut, failed, rewards, rewards.new_zeros(len(texts)))
 
-    def _spreads(self, objective: GrpoObjective, each: Sequence[Sequence[Group]]) -> list[Tensor | None]:
-        """The deviation of all rewards of each agent in the step, over all processes, if it divides advantages."""
-        if objective.grpo.scale_rewards != "batch":
-            return [None] * len(each)
-        weights = objective.grpo.reward_weights
-        here = [[x for group in own for x in total_rewards(group.rewards, weights).tolist()] for own in each]
-        of_all = self.processes.gather_object(here)
-        return [
-            spread(torch.tensor([x for process in of_all for x in process[k]], dtype=torch.float64))
-            for k in range(len(each))
-        ]
 
-    def _sums(self, objective: GrpoObjective, groups: Sequence[Group], of_batch: Tensor | None) -> Tensor:
-        """[M, 2] what the completions of one agent add to the sums of the step."""
-        if not groups:
-            return torch.zeros(len(objective.sums.places), 2, dtype=torch.float64)
-        rewards = torch.cat([group.rewards for group in groups])
-        total = total_rewards(rewards, objective.grpo.reward_weights)
-        spreads = spread(total.view(len(groups), -1)) if of_batch is None else of_batch.expand(len(groups))
-        lengths = [len(ids) for group in groups for ids in group.tokens]
-        cut = [is_cut for group in groups for is_cut in group.cut]
-        flat = torch.isclose(spreads, torch.zeros_like(spreads))
-        return objective.sums.of_completions(rewards, total, flat, lengths, cut, self.processes.process_index)
+#: Of the groups of one agent in a process: rewards [P, G, F], and for each completion its tokens and whether it is cut.
+_Numbers = tuple[list[Any], list[int], list[bool]]
+
+
+def _in_numbers(groups: Sequence[Group]) -> _Numbers:
+    lengths = [len(ids) for group in groups for ids in group.tokens]
+    return [group.rewards.tolist() for group in groups], lengths, [cut for group in groups for cut in group.cut]
+
+
+def _measured(objective: GrpoObjective, of_processes: Sequence[_Numbers]) -> tuple[dict[str, Pair], Tensor | None]:
+    """The metrics of one agent in a step, and the deviation of all its rewards, if it divides advantages."""
+    grpo, names = objective.grpo, [reward.name for reward in objective.rewards]
+    listed, lengths, cut = ([x for own in of_processes for x in own[part]] for part in range(3))
+    rewards = torch.tensor(listed, dtype=torch.float64).view(-1, grpo.num_generations, len(names))
+    total = total_rewards(rewards, grpo.reward_weights)
+    of_batch = spread(total.flatten()) if grpo.scale_rewards == "batch" else None
+    spreads = spread(total) if of_batch is None else of_batch.expand(len(total))
+    return metrics_of(names, rewards, total, spreads, lengths, cut), of_batch
 
 
 def _compared(objective: GrpoObjective, groups: Sequence[Group], of_batch: Tensor | None) -> Iterator[Group]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ci_llm.lora.attention import Trial, choose_way
+from ci_llm.lora.attention import choose_way, trial_inputs, trial_windows, with_gradients
 from tools.testbed.accelerator.face import TRACE
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -29,8 +29,8 @@ def taken(dtype: torch.dtype, groups: int, window: int | None) -> dict[str, Any]
     kernels = {}
     for each in (way, "rows"):
         TRACE.phase = f"{dtype} {groups} {window} {each}"
-        for trial in Trial.of(shape, device, dtype):
-            trial._with_gradients(each, trial.inputs)
+        for own in trial_windows(shape):
+            with_gradients(each, trial_inputs(shape, device, dtype), own)
         kernels[each] = sorted({kernel for phase, kernel, *_ in TRACE.attention if phase == TRACE.phase})
     return {"way": way, "kernels": kernels[way], "fallback": kernels["rows"]}
 
