@@ -57,7 +57,7 @@ class Segments:
         self.before = [*before] or [0] * len(self.lengths)
         self.fast = fast
         #: For each row the lengths of what it reads: itself, or a prompt and itself; of a unit prompt and branches.
-        self.parts = [
+        self.parts: list[tuple[int, ...]] = [
             (self.lengths[row - back], self.lengths[row]) if back else (self.lengths[row],)
             for row, back in enumerate(self.before)
         ]

@@ -72,8 +72,8 @@ class Watch:
         """Look at the metrics of a step, of every agent."""
 
         def share(name: str) -> float:
-            totals, counts = zip(*(own[name] for own in of_agents), strict=True)
-            return sum(totals) / max(1.0, sum(counts))
+            total, count = (sum(own[name][part] for own in of_agents) for part in (0, 1))
+            return total / max(1.0, count)
 
         self.flat = self.flat + 1 if share("frac_reward_zero_std") >= MOST else 0
         is_cut = share("completions/clipped_ratio") >= MOST

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, Final
 
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -200,11 +200,9 @@ class Rollouts:
         told = self.processes.gather_object((failure is not None, [*map(_in_numbers, each)]))
         if failure is None and any(has_failed for has_failed, _ in told):
             failure = failed_elsewhere(f"step {step + 1}")
-        self.measured, groups = [], []
-        for own, of_processes in zip(each, zip(*(numbers for _, numbers in told), strict=True), strict=True):
-            measured, of_batch = _measured(objective, of_processes)
-            self.measured.append(measured)
-            groups.append([*_compared(objective, own, of_batch)])
+        found = [_measured(objective, of_agent) for of_agent in zip(*(numbers for _, numbers in told), strict=True)]
+        self.measured = [measured for measured, _ in found]
+        groups = [[*_compared(objective, own, of_batch)] for own, (_, of_batch) in zip(each, found, strict=True)]
         failed = frozenset(group.asked.agent for own in groups for group in own if group.failed)
         return Rollout(replace(objective, failed=failed), groups, failure)
 
@@ -285,7 +283,7 @@ def _in_numbers(groups: Sequence[Group]) -> _Numbers:
 def _measured(objective: GrpoObjective, of_processes: Sequence[_Numbers]) -> tuple[dict[str, Pair], Tensor | None]:
     """The metrics of one agent in a step, and the deviation of all its rewards, if it divides advantages."""
     grpo, names = objective.grpo, [reward.name for reward in objective.rewards]
-    listed, lengths, cut = ([x for own in of_processes for x in own[part]] for part in range(3))
+    listed, lengths, cut = ([*chain.from_iterable(part)] for part in zip(*of_processes, strict=True))
     rewards = torch.tensor(listed, dtype=torch.float64).view(-1, grpo.num_generations, len(names))
     total = total_rewards(rewards, grpo.reward_weights)
     of_batch = spread(total.flatten()) if grpo.scale_rewards == "batch" else None
