@@ -284,7 +284,7 @@ class JoinedInput:
     def output(self, layer: AdaptedLinear, x: Tensor) -> Tensor | None:
         """The output of the layer for the input [K·B, ..., in]; None if it has to compute that itself."""
         if self._input is not x or layer.name not in self._left:
-            chosen = self._chosen(x) if layer.reading.in_storage else {}
+            chosen = self._chosen(x)
             if layer.name not in chosen or len(chosen) == 1:
                 return None
             self._input, self._left = x, self._computed(x, chosen)

@@ -7,6 +7,7 @@ Legend: R rows of the input, r rank, in and out features.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,12 +93,8 @@ class AdaptedLinear(nn.Module):
         if not torch.is_grad_enabled():
             weight = self.reading.packed.get(self, weight)
             return with_adapters(cast, dropped, weight, bias, owned, self.reading.by_onednn)[0]
-        parameters = [self._parameters_of(stack) for stack, _ in owned]
-        if not self.reading.in_storage:  # otherwise `begin_step` has put all gradients there
-            pairs = zip(owned, parameters, strict=True)
-            owned = [(stack.accumulating_in(each), rows) for (stack, rows), each in pairs]
-        flat = [each for own in parameters for each in own]
-        y: Tensor = FusedLinear.apply(x, cast, dropped, weight, bias, owned, self.by_onednn, *flat)
+        parameters = [each for stack, _ in owned for each in self._parameters_of(stack)]
+        y: Tensor = FusedLinear.apply(x, cast, dropped, weight, bias, owned, self.by_onednn, *parameters)
         return y
 
     def owned(self, rows: int) -> list[tuple[Stack, slice]]:
@@ -122,9 +119,11 @@ class AdaptedLinear(nn.Module):
 
     def _stacks_of(self, agents: tuple[int, ...]) -> list[tuple[Stack, int]]:
         """The stacks of these agents, each with its first agent's place among them; made once and not in each pass."""
-        key = agents, self.training
+        key = agents, self.training, self.reading.in_storage
         if key not in self._at:
             ready = self._stacks if self.training else [stack.at_rest() for stack in self._stacks]
+            if not self.reading.in_storage:
+                ready = [replace(stack, gradients=None) for stack in ready]
             found = list[tuple[Stack, int]]()
             for stack in ready:
                 if agents[stack.first : stack.end] == tuple(range(stack.first, stack.end)):
@@ -139,8 +138,7 @@ class AdaptedLinear(nn.Module):
         y: Tensor = base(x)
         parts, end = list[Tensor](), 0
         for stack, rows, z in inputs_of(owned, x, self._dropped(x, owned)):
-            parameters = self._parameters_of(stack)
-            added = LowRank.apply(z, stack.accumulating_in(parameters), *parameters).flatten(0, 1)
+            added = LowRank.apply(z, stack, *self._parameters_of(stack)).flatten(0, 1)
             parts += [y[end : rows.start], y[rows] + added]
             end = rows.stop
         return joined([*parts, y[end:]]) if parts else y

@@ -84,14 +84,6 @@ class Stack:
             a, b = a * self.masks[0], b * self.masks[1]
         return a.to(dtype), b.to(dtype)
 
-    def accumulating_in(self, parameters: Sequence[Tensor]) -> Stack:
-        """The stack itself if its parameters' gradients are `gradients`; otherwise the stack without `gradients`."""
-        if self.gradients is None:
-            return self
-        places = [(whole, k) for whole in self.gradients for k in range(self.size)]
-        own = all(_is_part(each.grad, *place) for each, place in zip(parameters, places, strict=True))
-        return self if own else replace(self, gradients=None)
-
     def parameter_gradients(self, grad_a: Tensor, grad_b: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         """The gradients in the order of the parameters: A of every agent, then B of every agent.
 
@@ -109,13 +101,6 @@ class Stack:
         assert self.gradients is not None
         for whole, grad, mask in zip(self.gradients, (grad_a, grad_b), self.masks or (None, None), strict=True):
             whole.add_(grad if mask is None else grad.to(whole.dtype) * mask)
-
-
-def _is_part(tensor: Tensor | None, whole: Tensor, index: int) -> bool:
-    """True if `tensor` is the memory of `whole[index]`."""
-    if tensor is None or tensor.untyped_storage()._cdata != whole.untyped_storage()._cdata:
-        return False
-    return tensor.storage_offset() == whole.storage_offset() + index * whole.stride(0)
 
 
 #: The adapters that read an input, each stack with its rows.
