@@ -292,7 +292,7 @@ CAPS = {
     "files": 434,
     "integrations": 713,
     "logs": 962,
-    "lora": 1243,
+    "lora": 1227,
     "mirror": 865,
     "objectives": 537,
     "report": 1006,

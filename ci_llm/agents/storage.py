@@ -238,7 +238,7 @@ class AgentStorage:
             for name, *place in self._places(alike[0]):
                 stacks[name].append(self._stack(alike, *place))
         for name, module in self.layers.items():
-            module.stacks = tuple(stacks[name])
+            module.bind(tuple(stacks[name]))
 
     def _stack(self, agents: Sequence[Agent], start: int, middle: int, stop: int) -> Stack:
         """The stack of neighbouring agents on a module, whose place in the rows is as in `_places`."""

@@ -46,7 +46,7 @@ class AdaptedLinear(nn.Module):
         self.dropout, self.casts, self.reading = dropout, casts, reading
         self.in_features, self.out_features = _features(base_layer)
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
-        self.stacks = ()
+        self.bind(())
         self.joined: Any = None
         self.by_onednn = False
 
@@ -58,13 +58,9 @@ class AdaptedLinear(nn.Module):
     def bias(self) -> Tensor | None:
         return self.base_layer.bias  # type: ignore[return-value]  # the same with and without agents
 
-    @property
-    def stacks(self) -> tuple[Stack, ...]:
-        return self._stacks
-
-    @stacks.setter
-    def stacks(self, stacks: tuple[Stack, ...]) -> None:
-        self._stacks = stacks
+    def bind(self, stacks: tuple[Stack, ...]) -> None:
+        """Compute with these stacks from now on."""
+        self.stacks = stacks
         self._at: dict[Any, list[tuple[Stack, int]]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,7 +117,7 @@ class AdaptedLinear(nn.Module):
         """The stacks of these agents, each with its first agent's place among them; made once and not in each pass."""
         key = agents, self.training, self.reading.in_storage
         if key not in self._at:
-            ready = self._stacks if self.training else [stack.at_rest() for stack in self._stacks]
+            ready = self.stacks if self.training else [stack.at_rest() for stack in self.stacks]
             if not self.reading.in_storage:
                 ready = [replace(stack, gradients=None) for stack in ready]
             found = list[tuple[Stack, int]]()
