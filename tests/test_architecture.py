@@ -276,7 +276,7 @@ def test_a_file_says_its_charter_and_stays_one_idea() -> None:
 
 #: At most so many lines of code in a room. Who raises one says why in the same commit; CONTRIBUTING.md has the rule.
 CAPS = {
-    "agents": 371,
+    "agents": 370,
     "base": 905,
     "checkpoints": 2345,
     "cli": 1602,
