@@ -296,7 +296,7 @@ CAPS = {
     "mirror": 865,
     "objectives": 537,
     "report": 1006,
-    "run": 4902,
+    "run": 4906,
     "serve": 1369,
     "supervisor": 1669,
     "sweep": 849,
