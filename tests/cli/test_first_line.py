@@ -50,7 +50,7 @@ with contextlib.redirect_stdout(io.StringIO()):
     assert main(["report", sys.argv[1]]) == 0
 print(json.dumps([*sys.modules]))
 """
-#: What the first step of a run on the embedded base and rows does without; PEFT comes with the schedules of Transformers.
+#: What the first step of a run on the embedded base and rows does without. PEFT comes with Transformers' schedules.
 NOT_NEEDED = {"datasets", "pandas", "wandb", "optuna", "ci_llm.supervisor"}
 FIRST_STEP = """
 import json, os, sys
