@@ -175,11 +175,6 @@ def _doubtful(c: KeysOfEach) -> Iterator[str]:
         )
     if c.diversity == "swd" and c.swd_representation == "first_token":
         yield "swd_representation first_token is the same in all rows: a causal model has read no other token there"
-    if c.aggregator == "dirichlet":
-        yield (
-            "aggregator dirichlet is the uniform mean, as probability is, until `ci-llm evaluate --calibrate` has"
-            " learned its weights"
-        )
     if c.global_batch_size is not None and c.batch_size > c.global_batch_size:
         yield f"batch_size {c.batch_size} is never reached: global_batch_size is {c.global_batch_size}"
     if c.num_warmup_steps and c.max_train_steps and c.num_warmup_steps >= c.max_train_steps:

@@ -41,7 +41,6 @@ class Crowd(CrowdModel):
     Attributes:
         prompter: formats prompts for `generate`; None until it is set.
         calibration: the lessons of validation rows about the answers; None until `ci-llm evaluate --calibrate`.
-        learned: the numbers for aggregators with learned weights, from the calibration.
         common_start: True if all agents began with the same weights, so that the mean of their weights is an agent.
         names: the agents' folders in a checkpoint, agent0, agent1, ...; a run that stops agents leaves gaps. Empty
             for a base alone.
@@ -77,7 +76,7 @@ class Crowd(CrowdModel):
         """A crowd from the parts of a saved one, ready to `generate`."""
         crowd = cls(saved.base.model, saved.settings, saved.base.name, saved.base.pad_id)
         crowd.prompter, crowd.common_start, crowd.names = saved.prompter, saved.common_start, saved.names
-        crowd.calibration, crowd.learned = saved.calibration, saved.learned
+        crowd.calibration = saved.calibration
         heads = saved.meta.get("head", {})
         crowd.classes, crowd.reads_pairs = class_names(heads), heads.get("reads") == "pairs"
         for k, tensors in enumerate(saved.agents):

@@ -454,7 +454,7 @@ class Decoder:
                 at = self._on_device([row for _, row, _ in rows])
                 own = logits[self._on_device([agent for *_, agent in rows]), at][None] if of_agent else logits[:, at]
                 requests = [text.request for text, *_ in rows]
-                for request, found in zip(requests, choose(own, requests, self._crowd.learned), strict=True):
+                for request, found in zip(requests, choose(own, requests), strict=True):
                     request.take(found, limit)
                     if request.finish is not None:
                         self.release(request)

@@ -81,7 +81,6 @@ def distil(saved: Pretrained, config: Config, how: Distillation) -> tuple[Adapte
         for k, tensors in enumerate([*saved.agents, saved.agents[start], saved.agents[start]]):
             crowd.agents[k].load_state_dict(tensors, f"agent{k}")
         crowd.choose_route()
-        crowd.learned = saved.learned
         _train(crowd, teachers, lesson, config, how, rate)
         files = crowd.adapter_files()
     finally:
@@ -201,7 +200,7 @@ def _learn(crowd: Crowd, agent: int, batch: Batch, teachers: tuple[Tensor, str] 
         if teachers is not None:
             theirs, aggregator = teachers
             with torch.no_grad():
-                wanted = aggregate(crowd.head.logits(theirs[:, chunk]).log_softmax(-1), aggregator, crowd.learned)
+                wanted = aggregate(crowd.head.logits(theirs[:, chunk]).log_softmax(-1), aggregator)
                 wanted = wanted.softmax(-1)
         loss = torch.nn.functional.cross_entropy(own, wanted, reduction="sum")
         (loss / batch.num_targets).backward()

@@ -327,7 +327,7 @@ class Export:
 
 def _note(calibration: Calibration) -> str:
     if calibration.aggregator == "heads":
-        told = f"{calibration.learned.temperature:.3g}, after {calibration.rows} rows of {calibration.data}"
+        told = f"{calibration.temperature:.3g}, after {calibration.rows} rows of {calibration.data}"
         return f"`calibration.json` has the temperature of the crowd's probabilities: {told}. `score` takes it."
     return (
         f"`calibration.json` says how probably an answer is right, after {calibration.rows} rows of {calibration.data}:"

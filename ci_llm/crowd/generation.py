@@ -261,8 +261,8 @@ def read_texts(
     numbers = []
     with as_in_generation(crowd):
         for found, targets in targets_of(crowd, [batch]):
-            log_probs, learned = without_nan(found, crowd.learned)
-            mixture = aggregate(log_probs, aggregator, learned)
+            log_probs = without_nan(found)
+            mixture = aggregate(log_probs, aggregator)
             numbers.append(token_uncertainty(log_probs, mixture, targets, is_mean=is_mean(aggregator)))
     tokens = iter(tokens_of(torch.cat(numbers, dim=1)))
     read = {text: [next(tokens) for _ in text] for text in distinct}
@@ -328,7 +328,7 @@ def write_batch(
         logits, tokens = scores.unflatten(0, (len(own), -1)), dict[Request, int]()
         of_agents, of_crowd = logits[:, : len(own[0])].flatten(0, 1)[None], logits[:, len(own[0]) :]
         for asked, given in (([*chain(*own)], of_agents), (shared, of_crowd)):
-            for request, found in zip(asked, choose(given, asked, crowd.learned) if asked else [], strict=True):
+            for request, found in zip(asked, choose(given, asked) if asked else [], strict=True):
                 tokens[request] = found.id if isinstance(found, Chosen) else crowd.pad_id
                 if request in open_:
                     request.take(found, len(request.prompt) + free)

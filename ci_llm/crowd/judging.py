@@ -53,7 +53,7 @@ class Judged:
     Attributes:
         found: [K, U, ...] fp64, the agents' numbers.
         labels: [U] the right ones.
-        temperature: the temperature of the crowd's class probabilities; see `Learned`.
+        temperature: the temperature of the crowd's class probabilities; see `Calibration`.
         part: the part of an `Evaluation` that has the figures.
         prefix: the prefix of the figures' names in metrics.jsonl.
         objective: the objective of heads that are judged so.
@@ -247,7 +247,12 @@ def judge(crowd: CrowdModel, batch: Batch) -> Judged:
         return Ranking(values[..., 0].unflatten(1, (-1, 2)), labels > 0)
     if values.shape[-1] == 1:
         return Numbers(values[..., 0], labels)
-    return Classes(values.softmax(-1), labels.long(), crowd.learned.temperature if crowd.learned else 1.0)
+    return Classes(values.softmax(-1), labels.long(), temperature_of(crowd))
+
+
+def temperature_of(crowd: CrowdModel) -> float:
+    """The temperature of the crowd's class probabilities: that of its calibration, if it has one."""
+    return crowd.calibration.temperature if crowd.calibration else 1.0
 
 
 def tempered(probabilities: Tensor, temperature: float) -> Tensor:
@@ -406,7 +411,7 @@ def _score(crowd: CrowdModel, outputs: Tensor, spreads: float, abstain_below: fl
     scores = outputs[:, 0]
     if crowd.settings.outputs > 1:
         each = outputs.softmax(-1)
-        together = tempered(each.mean(0), crowd.learned.temperature if crowd.learned else 1.0)
+        together = tempered(each.mean(0), temperature_of(crowd))
         probabilities = dict(zip(crowd.classes, together.tolist(), strict=True))
         label = max(probabilities, key=probabilities.__getitem__)
         scores = each[:, crowd.classes.index(label)]

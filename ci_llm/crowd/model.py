@@ -21,7 +21,6 @@ from ci_llm.agents.agent import Agent
 from ci_llm.agents.storage import AgentStorage, attach
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.base.targets import layer_list, layer_numbers
-from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.uncertainty import Calibration
 from ci_llm.data.batches import Batch, MicroBatch, Owned
 from ci_llm.data.prompts import Prompter
@@ -76,7 +75,6 @@ class CrowdModel(nn.Module):
         self.settings, self.base_name, self.pad_id = settings, base_name, pad_id
         self.prompter: Prompter | None = None
         self.calibration: Calibration | None = None
-        self.learned: Learned | None = None
         self._packed: Packed | None = None
         self.common_start = not settings.initialize_adapters_rand
         self.storage: AgentStorage = attach(model, settings)
@@ -354,9 +352,5 @@ class CrowdModel(nn.Module):
     @contextmanager
     def without_agents(self) -> Iterator[None]:
         """Make the crowd act as its base alone inside: a crowd of one agent that adapts nothing."""
-        learned, self.learned = self.learned, None
-        try:
-            with self.read_by(NOBODY):
-                yield
-        finally:
-            self.learned = learned
+        with self.read_by(NOBODY):
+            yield

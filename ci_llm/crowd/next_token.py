@@ -26,7 +26,7 @@ from transformers.generation import (
 
 from ci_llm.base.load import positions_of
 from ci_llm.core.determinism import generator_for
-from ci_llm.crowd.aggregators import AGGREGATORS, Learned, aggregate, is_mean
+from ci_llm.crowd.aggregators import AGGREGATORS, aggregate, is_mean
 from ci_llm.crowd.uncertainty import TokenUncertainty, token_uncertainty
 from ci_llm.errors import BadInput, DataError, ModelError
 
@@ -249,7 +249,7 @@ def free_positions(model: PreTrainedModel, prompts: Sequence[TokenIds], numbers:
 _NUMBERS: Final = 5
 
 
-def choose(logits: Tensor, rows: Sequence[Request], learned: Learned | None = None) -> list[Chosen | Exception]:
+def choose(logits: Tensor, rows: Sequence[Request]) -> list[Chosen | Exception]:
     """The next token of each of n texts.
 
     It waits for the device once. An agent whose logits hold NaN in a row is left out of that row.
@@ -257,7 +257,6 @@ def choose(logits: Tensor, rows: Sequence[Request], learned: Learned | None = No
     Args:
         logits: [K, n, V] the logits of the agents that write the texts.
         rows: [n] the texts; only their generators change.
-        learned: the numbers for aggregators with learned weights; unused for one agent alone.
 
     Returns:
         [n] the tokens, with an exception where a choice failed.
@@ -266,7 +265,7 @@ def choose(logits: Tensor, rows: Sequence[Request], learned: Learned | None = No
     width = max((row.top for row in rows), default=0)
     found: dict[int, Tensor | Exception] = {}
     for places in _alike([row.decoding.aggregator for row in rows]):
-        found_here = _of_group(logits, rows, places, heights, learned, width)
+        found_here = _of_group(logits, rows, places, heights, width)
         found |= zip(places, found_here, strict=True)
     numbers = [each for _, each in sorted(found.items()) if isinstance(each, Tensor)]
     listed = iter(torch.stack(numbers).tolist() if numbers else [])  # here the device is waited for
@@ -278,7 +277,7 @@ def choose(logits: Tensor, rows: Sequence[Request], learned: Learned | None = No
             continue
         values = next(listed)
         if math.isnan(values[1]):
-            chosen.append(_without_nan(logits[:, place], row, heights[place], learned))
+            chosen.append(_without_nan(logits[:, place], row, heights[place]))
         else:
             chosen.append(_chosen(values, row, width))
     return chosen
@@ -289,26 +288,23 @@ def _of_group(
     rows: Sequence[Request],
     places: Sequence[int],
     heights: Sequence[Tensor | None],
-    learned: Learned | None,
     width: int,
 ) -> Sequence[Tensor | Exception]:
     """The numbers of the rows at these places, which have one aggregator; after an error they are tried one by one."""
     own = logits if len(places) == logits.shape[1] else logits[:, list(places)]
     try:
-        return _numbers(own, [rows[p] for p in places], [heights[p] for p in places], learned, width).unbind(0)
+        return _numbers(own, [rows[p] for p in places], [heights[p] for p in places], width).unbind(0)
     except Exception as error:  # noqa: BLE001 - an aggregator may be a user's code, and only its own rows must fail
         if len(places) == 1:
             return [error]
-        return [each for place in places for each in _of_group(logits, rows, [place], heights, learned, width)]
+        return [each for place in places for each in _of_group(logits, rows, [place], heights, width)]
 
 
-def _numbers(
-    logits: Tensor, rows: Sequence[Request], heights: Sequence[Tensor | None], learned: Learned | None, width: int
-) -> Tensor:
+def _numbers(logits: Tensor, rows: Sequence[Request], heights: Sequence[Tensor | None], width: int) -> Tensor:
     """The numbers [n, 5 + 2 m] fp64 of texts with one aggregator: `_NUMBERS` and the listed tokens."""
     how = rows[0].decoding.aggregator
     log_probs = logits.log_softmax(-1)
-    crowd = aggregate(log_probs, how, learned) if len(logits) > 1 else log_probs[0]
+    crowd = aggregate(log_probs, how) if len(logits) > 1 else log_probs[0]
     # For one agent the logits are compared, as in its own `generate`: rounding may make ties of log-probabilities.
     chosen = (crowd if len(logits) > 1 else logits[0]).argmax(-1)
     for places in _alike([None if h is None else _narrowing(row) for row, h in zip(rows, heights, strict=True)]):
@@ -353,11 +349,10 @@ def _chosen(values: Sequence[float], row: Request, width: int) -> Chosen:
     )
 
 
-def _without_nan(logits: Tensor, row: Request, height: Tensor | None, learned: Learned | None) -> Chosen | Exception:
+def _without_nan(logits: Tensor, row: Request, height: Tensor | None) -> Chosen | Exception:
     """The choice for one row from the agents' logits [K, V] without the agents that have NaN."""
     try:
-        finite, learned = without_nan(logits[:, None], learned)
-        [values] = _numbers(finite, [row], [height], learned, row.top).tolist()
+        [values] = _numbers(without_nan(logits[:, None]), [row], [height], row.top).tolist()
         if math.isnan(values[1]):
             raise ModelError(
                 "the aggregator makes NaN of finite numbers", where=f"aggregator={row.decoding.aggregator}"
@@ -386,8 +381,8 @@ def draw(log_probs: Tensor, heights: Sequence[Tensor]) -> Tensor:
     return drawn.clamp_max(log_probs.shape[-1] - 1).to(log_probs.device)  # a row of NaN would have no place
 
 
-def without_nan(per_agent: Tensor, learned: Learned | None) -> tuple[Tensor, Learned | None]:
-    """The logits [K', B, V] of the agents that can be compared, with their learned numbers: a mean would spread NaN.
+def without_nan(per_agent: Tensor) -> Tensor:
+    """The logits [K', B, V] of the agents that can be compared, as a mean would spread NaN.
 
     Minus infinity is a probability of zero. Infinity, as where fp16 overflows, makes NaN of all probabilities.
 
@@ -396,7 +391,7 @@ def without_nan(per_agent: Tensor, learned: Learned | None) -> tuple[Tensor, Lea
     """
     has_nan = (per_agent.isnan() | per_agent.isposinf()).flatten(1).any(1)
     if not has_nan.any():
-        return per_agent, learned
+        return per_agent
     if has_nan.all():
         raise ModelError(
             "the logits of every agent hold NaN or infinity",
@@ -404,4 +399,4 @@ def without_nan(per_agent: Tensor, learned: Learned | None) -> tuple[Tensor, Lea
             hint="the base may make NaN of padded rows in its precision: give one prompt at a time, or another"
             " model_dtype",
         )
-    return per_agent[~has_nan], learned and learned.only((~has_nan).tolist())
+    return per_agent[~has_nan]

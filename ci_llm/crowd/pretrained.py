@@ -32,7 +32,6 @@ from ci_llm.checkpoints.state_files import read_snapshot
 from ci_llm.config import Config, parse_config
 from ci_llm.core.durable import read_json
 from ci_llm.core.remote import fetch, is_url, may_be_repository
-from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.given_path import META, SAVED, require_checkpoint
 from ci_llm.crowd.uncertainty import Calibration
 from ci_llm.data.prompts import Prompter
@@ -90,11 +89,6 @@ class Pretrained:
             return None
         found: Config = without_function(parse_config(self.run_config, "config.yaml"), self.settings.outputs)
         return found
-
-    @property
-    def learned(self) -> Learned | None:
-        """The numbers for aggregators with learned weights."""
-        return None if self.calibration is None else self.calibration.learned
 
 
 def open_pretrained(

@@ -178,7 +178,7 @@ def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
     # Chunk by chunk, because the logits of all targets of all agents need not fit into memory.
     for chunk in head.chunks(batch.num_targets, SCORED_AT_ONCE):
         log_probs = head.logits(states[:, chunk]).log_softmax(-1)
-        everyone = torch.cat([log_probs, aggregate(log_probs, aggregator, crowd.learned)[None]])
+        everyone = torch.cat([log_probs, aggregate(log_probs, aggregator)[None]])
         targets, rows = batch.targets[chunk], batch.target_rows[chunk]
         wrong.index_add_(1, rows, (everyone.argmax(-1) != targets).double())
         picked = everyone.gather(-1, targets.expand(lines, -1)[..., None]).squeeze(-1)

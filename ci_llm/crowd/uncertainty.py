@@ -9,7 +9,7 @@ Legend: K agents, B texts, n answers, F signals, S targets, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +20,6 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from ci_llm.crowd import aggregators
-from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.metrics import AnswerStyle, final_answer
 
 
@@ -128,12 +127,6 @@ def agreement(answer: str, agents: Sequence[str]) -> float:
     return sum(final_answer(agent, style) == wanted for agent in agents) / len(agents)
 
 
-_LOWEST: Final = 0.5
-#: The highest temperature divided by the lowest, and the number of equal factors between them.
-_RANGE: Final = 4
-_STEPS: Final = 24
-#: The temperatures that are tried; a parabola through the best one and its neighbours refines it.
-TEMPERATURES: Final = tuple(_LOWEST * _RANGE ** (step / _STEPS) for step in range(_STEPS + 1))
 #: A probability below this counts as this, so that its logarithm is finite.
 _LEAST: Final = 1e-30
 
@@ -197,16 +190,16 @@ class Calibration:
     """The lessons of validation rows about the answers of a crowd, kept as `calibration.json` beside the agents.
 
     Attributes:
-        learned: the agents' weights and a temperature, by which the aggregator `dirichlet` mixes them.
         right: the function from the signals of a crowd's answer to the probability that it is right.
         agent: the number of the agent that is right most often.
         agent_right: the same function for that agent's answers.
         aggregator: the aggregator whose answers `right` is about.
         rows, data: how many validation rows there were, and the name of their data set.
         weights: the fingerprint of agents and base.
+        temperature: the temperature of the crowd's class probabilities, below 1 if it makes them sharper; 1 for agents
+            that write answers.
     """
 
-    learned: Learned
     right: Logistic
     agent: int
     agent_right: Logistic
@@ -214,6 +207,7 @@ class Calibration:
     rows: int
     data: str
     weights: str = ""
+    temperature: float = 1.0
 
     def record(self) -> dict[str, Any]:
         """The calibration as plain JSON."""
@@ -221,18 +215,16 @@ class Calibration:
         return found
 
     @classmethod
-    def of_classes(cls, log_probs: Tensor, labels: Tensor, agents: int, **about: Any) -> Calibration:
-        """A calibration of K agents that classify texts: a temperature alone, because they write no answers.
+    def of_classes(cls, log_probs: Tensor, labels: Tensor, **about: Any) -> Calibration:
+        """A calibration of agents that classify texts: a temperature alone, because they write no answers.
 
         Args:
             log_probs: [n, classes] the crowd's log-probabilities.
             labels: [n] the numbers of the right classes.
-            agents: K.
             about: `rows`, `data` and `weights`.
         """
-        learned = Learned((1 / agents,) * agents, fit_temperature(log_probs, labels))
         none = Logistic((), 0.0)
-        return cls(learned, none, 0, none, aggregator="heads", **about)
+        return cls(none, 0, none, aggregator="heads", temperature=fit_temperature(log_probs, labels), **about)
 
     @classmethod
     def of(cls, record: Any) -> Calibration:
@@ -248,53 +240,10 @@ def calibrated(calibration: Calibration | None, aggregator: str) -> Logistic | N
     return calibration.right if calibration is not None and calibration.aggregator == aggregator else None
 
 
-#: Before the rows are seen, every mixture of agents is as probable as any other.
-UNIFORM: Final = 1.0
-
-
-def learn_weights(log_probs: Tensor, concentration: float = UNIFORM) -> tuple[float, ...]:
-    """The agents' weights in their mixture: the mean of the Dirichlet posterior given the targets, by EM.
-
-    EM shares every target among the agents in proportion to their predictions, and counts the shares. The likelihood is
-    concave in the weights, so the start has no effect.
-
-    Args:
-        log_probs: [K, S] the agents' log-probabilities of the targets.
-        concentration: the concentration of the symmetric Dirichlet prior, per agent.
-    """
-    probabilities, agents = log_probs.double().exp(), len(log_probs)
-    weights = torch.full((agents, 1), 1 / agents, dtype=torch.float64)
-    for _ in range(1000):
-        parts = weights * probabilities
-        shares = parts / parts.sum(0).clamp_min(_LEAST)
-        found = (shares.sum(1, keepdim=True) + concentration) / (shares.sum() + agents * concentration)
-        moved = float((found - weights).abs().max())
-        weights = found
-        if moved < 1e-8:
-            break
-    return tuple(weights.flatten().tolist())
-
-
-def learn_temperature(nats: Sequence[float]) -> float:
-    """The best temperature, from the summed nats at each of `TEMPERATURES`.
-
-    Source: Guo et al., "On Calibration of Modern Neural Networks", 2017.
-    """
-    best = min(range(len(nats)), key=lambda n: nats[n])
-    shift = 0.0
-    if 0 < best < len(nats) - 1:
-        before, here, after = nats[best - 1 : best + 2]
-        bend = before - 2 * here + after
-        shift = (before - after) / (2 * bend) if bend > 0 else 0.0
-    # The power in `TEMPERATURES` rounds differently. Both forms stay, so that results keep their last bit.
-    return _LOWEST * math.exp(math.log(_RANGE) / _STEPS * (best + shift))
-
-
 def fit_temperature(log_probs: Tensor, wanted: Tensor) -> float:
     """The temperature from 1/16 to 16 with the least nats, by bisection: they are convex in its inverse.
 
-    `learn_temperature` serves large vocabularies: it reads its targets once and keeps sums only. Classes are few, so
-    all rows are in memory here, and an overconfident head may need a temperature above 2.
+    Source: Guo et al., "On Calibration of Modern Neural Networks", 2017.
 
     Args:
         log_probs: [S, n].
@@ -309,36 +258,7 @@ def fit_temperature(log_probs: Tensor, wanted: Tensor) -> float:
     return 1 / middle
 
 
-@torch.no_grad()
-def learn(targets: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> Learned:
-    """Weights and temperature from the targets of validation rows, in two passes over them.
-
-    Args:
-        targets: yields the agents' log-probabilities [K, S', V] and the targets [S'] in parts, the same at every call.
-    """
-    parts = []
-    for log_probs, wanted in targets():
-        parts.append(log_probs.gather(-1, wanted.expand(len(log_probs), -1)[..., None]).squeeze(-1).cpu())
-    weights = Learned(learn_weights(torch.cat(parts, dim=1)))
-    nats = [0.0] * len(TEMPERATURES)
-    for log_probs, wanted in targets():
-        mixture = aggregators.mixture(log_probs, weights)
-        nats = [sum(pair) for pair in zip(nats, nats_by_temperature(mixture, wanted), strict=True)]
-    return Learned(weights.weights, learn_temperature(nats))
-
-
-def nats_by_temperature(mixture: Tensor, wanted: Tensor) -> list[float]:
-    """The summed nats of the targets [S] under log-probabilities [S, V], at each of `TEMPERATURES`.
-
-    Only the normalising sum is computed again for each temperature.
-    """
-    below = mixture - mixture.amax(-1, keepdim=True)
-    picked = below.gather(-1, wanted[:, None]).squeeze(-1)
-    return [float(((below / t).exp_().sum(-1).log_() - picked / t).double().sum()) for t in TEMPERATURES]
-
-
 def fit(
-    learned: Learned,
     crowd: tuple[Sequence[Sequence[float]], Sequence[bool]],
     agents: Sequence[tuple[Sequence[Sequence[float]], Sequence[bool]]],
     **about: Any,
@@ -351,4 +271,4 @@ def fit(
         about: `aggregator`, `rows`, `data` and `weights`.
     """
     first = max(range(len(agents)), key=lambda k: sum(agents[k][1]))
-    return Calibration(learned, Logistic.fit(*crowd), first, Logistic.fit(*agents[first]), **about)
+    return Calibration(Logistic.fit(*crowd), first, Logistic.fit(*agents[first]), **about)

@@ -5,7 +5,6 @@ It also makes the lines for a terminal: the figures of agents, their mean, vote 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import textwrap
@@ -16,26 +15,23 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
-import xxhash
 
 from ci_llm.config import Config
 from ci_llm.core.durable import write_json
 from ci_llm.core.evaluation_file import NOBODY, Asked, Evaluation, Figure
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd import scoring
-from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.card import public_name
-from ci_llm.crowd.generation import targets_of
 from ci_llm.crowd.given_path import is_base, require_checkpoint
 from ci_llm.crowd.judging import Classes, Ranking, rank
 from ci_llm.crowd.metrics import Reader
 from ci_llm.crowd.objective import Preferences
 from ci_llm.crowd.pretrained import default_names, located
 from ci_llm.crowd.rewarding import RewardScorer
-from ci_llm.crowd.uncertainty import Calibration, fit, learn
+from ci_llm.crowd.uncertainty import Calibration, fit
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.dealing import share
 from ci_llm.data.rows import Chat
@@ -61,11 +57,8 @@ logger = logging.getLogger(__name__)
 
 
 T = TypeVar("T")
-Phase = Literal["loading", "learning weights", "learning the temperature", "scoring", "scoring the base", "answering"]
+Phase = Literal["loading", "scoring", "scoring the base", "answering"]
 Progress = Callable[[Phase, int, int], None]
-
-#: The passes of `ci_llm.crowd.uncertainty.learn` over the rows.
-_PASSES: Final[tuple[Phase, ...]] = ("learning weights", "learning the temperature")
 
 
 @dataclass(frozen=True)
@@ -122,8 +115,6 @@ def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progr
     if calibrated is not None:
         loading.require_new_rows(job)
     with _autocast(job.config, job.crowd.device):
-        if calibrated is not None and not job.crowd.settings.outputs:  # before the answers, which may depend on it
-            job.crowd.learned = _fitting(job, lambda job: _learn(job, progress))
         if len(job.questions):
             prompts = [_prompt(job, number) for number in range(len(job.questions))]
             with open_predictions(output, _source(job), prompts, overwrite=request.overwrite) as predictions:
@@ -320,21 +311,14 @@ def _prompt(job: loading.Job, number: int) -> str:
 # Calibration
 
 
-def _learn(job: loading.Job, progress: Progress) -> Learned:
-    """The numbers for aggregators with learned weights, by two passes over the rows."""
-    passes = iter(_PASSES)
-    return learn(lambda: targets_of(job.crowd, _batches(job, progress, next(passes))))
-
-
 def _calibrated(job: loading.Job, scores: scoring.Scores) -> scoring.Scores:
     """Fit the temperature of classes and give it to the crowd; returns the scores at this temperature."""
     assert isinstance(scores.judged, Classes), "others were refused"
     before, crowd = replace(scores.judged, temperature=1.0), job.crowd
     crowd.calibration = Calibration.of_classes(
-        before.everyone[-1].log(), before.labels, crowd.num_agents, **_about(job, len(before.labels))
+        before.everyone[-1].log(), before.labels, **_about(job, len(before.labels))
     )
-    crowd.learned = crowd.calibration.learned
-    judged = replace(before, temperature=crowd.learned.temperature)
+    judged = replace(before, temperature=crowd.calibration.temperature)
     return replace(scores, judged=judged, nll=judged.outcome[1])
 
 
@@ -345,11 +329,9 @@ def _about(job: loading.Job, rows: int) -> dict[str, Any]:
 
 
 def _calibration(job: loading.Job, rows: Sequence[Row]) -> Calibration:
-    """The calibration from the lines of the predictions file, and from what was learned of the same rows."""
-    learned, right = job.crowd.learned, _right(rows).tolist()
-    assert learned is not None, "it was learned before the answers"
+    """The calibration from the lines of the predictions file."""
+    right = _right(rows).tolist()
     return fit(
-        learned,
         ([row["signals"] for row in rows], right[job.crowd.num_agents]),
         [([row["agents_signals"][k] for row in rows], right[k]) for k in range(job.crowd.num_agents)],
         aggregator=job.config.aggregator,
@@ -450,7 +432,7 @@ def _source(job: loading.Job) -> Source:
         else job.saved.source,
         data=job.tokenized.rows.where,
         rows=len(job.questions),
-        aggregator=_aggregator_name(job),
+        aggregator=job.config.aggregator,
         step=job.saved.step,
         **asdict(_asked(job)),
     )
@@ -458,14 +440,6 @@ def _source(job: loading.Job) -> Source:
 
 def _asked(job: loading.Job) -> Asked:
     return scoring.asked_of([job.questions], job.config.answer_tokens(job.questions.longest))
-
-
-def _aggregator_name(job: loading.Job) -> str:
-    """The name of the aggregator, with a digest of the learned numbers if the answers depend on them."""
-    name, learned = job.config.aggregator, job.crowd.learned
-    if learned is None or name != "dirichlet":
-        return name
-    return f"{name} {xxhash.xxh3_128_hexdigest(json.dumps(asdict(learned)).encode())[:8]}"
 
 
 def failed_lines(found: Evaluated, most: int) -> Iterator[str]:

@@ -264,7 +264,7 @@ def prompt_lines(crowd: CrowdModel, call: Call, prompt: Sequence[int]) -> list[T
     top = max(1, call.body.top or 0)
     with crowd.read_by(call.who):
         for each, targets in generation.targets_of(crowd, [batch]):
-            mixed = aggregate(each, call.decoding.aggregator, crowd.learned) if call.who is None else each[0]
+            mixed = aggregate(each, call.decoding.aggregator) if call.who is None else each[0]
             best, given = mixed.topk(top), mixed.gather(-1, targets[:, None]).squeeze(-1)
             rows = zip(targets.tolist(), given.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
             for token, own, ids, values in rows:

@@ -19,7 +19,6 @@ import pytest
 from ci_llm import Crowd, Prompter
 from ci_llm.cli import main
 from ci_llm.cli.chat import Conversation
-from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.uncertainty import Calibration, Logistic
 from ci_llm.data.encoder import use_chat_template
 from ci_llm.embedded import rows
@@ -285,7 +284,7 @@ def test_a_withheld_answer_is_announced_and_agents_still_answer(
     crowd: Crowd, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     never = Logistic((0.0,) * 5, -9.0)
-    made = Calibration(Learned((1 / K,) * K), never, 0, never, "probability", 9, "here")
+    made = Calibration(never, 0, never, "probability", 9, "here")
     monkeypatch.setattr(crowd, "calibration", made)
     choices = {"max_new_tokens": 12, "abstain_below": 0.5}
     conversation = Conversation(crowd, choices)

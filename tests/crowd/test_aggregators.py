@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ci_llm import Crowd
-from ci_llm.crowd.aggregators import AGGREGATORS, Learned, aggregate, find_vote, is_mean
+from ci_llm.crowd.aggregators import AGGREGATORS, aggregate, find_vote, is_mean
 from ci_llm.crowd.asking import Answer, prompter_of
 from ci_llm.crowd.generation import read_texts
 from ci_llm.crowd.metrics import final_answer
@@ -19,7 +19,6 @@ from tests.support.crowds import K, disturbed_crowd
 
 QUESTIONS = [row["question"] for row in rows("test")[:4]]
 SHORT: Any = {"max_new_tokens": 24}
-PER_AGENT = torch.tensor([[0.9, 0.1], [0.5, 0.5]], dtype=torch.float64).log()
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,7 @@ def crowd() -> Crowd:
 def test_the_mean_of_an_aggregator_is_the_plain_mean(name: str) -> None:
     """Otherwise confidence would be that of another distribution, or the mean would be computed twice."""
     log_probs = torch.randn(3, 4, 7, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
-    found = aggregate(log_probs, name, Learned((0.5, 0.3, 0.2), 0.8))
+    found = aggregate(log_probs, name)
     assert is_mean(name) == torch.allclose(found, log_probs.exp().mean(0).log(), atol=1e-6)
 
 
@@ -41,18 +40,6 @@ def test_aggregators_return_a_distribution_and_keep_one_that_all_agents_share(na
     torch.testing.assert_close(aggregate(log_probs, name).exp().sum(-1), torch.ones(2, 5, dtype=torch.float64))
     alike = log_probs[:1].expand(3, -1, -1, -1)
     torch.testing.assert_close(aggregate(alike, name), log_probs[0])
-
-
-def test_learned_weights_mix_and_a_temperature_sharpens() -> None:
-    torch.testing.assert_close(aggregate(PER_AGENT, "dirichlet"), aggregate(PER_AGENT, "probability"))
-    mixed = aggregate(PER_AGENT, "dirichlet", Learned((0.25, 0.75)))
-    assert mixed.exp().tolist() == pytest.approx([0.6, 0.4])
-    sharper = aggregate(PER_AGENT, "dirichlet", Learned((0.25, 0.75), temperature=0.5))
-    assert sharper.exp().tolist() == pytest.approx([0.36 / 0.52, 0.16 / 0.52])
-    only_one = aggregate(PER_AGENT, "dirichlet", Learned((1.0, 0.0)))
-    assert only_one.exp().tolist() == pytest.approx([0.9, 0.1])
-    assert Learned((0.2, 0.3, 0.5)).only([True, False, True]).weights == pytest.approx((2 / 7, 5 / 7))
-    assert Learned((0.0, 1.0)).only([True, False]).weights == (1.0,)
 
 
 @pytest.mark.parametrize(

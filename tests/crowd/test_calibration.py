@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,23 +13,10 @@ import torch
 from ci_llm import Crowd
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.core.durable import write_json
-from ci_llm.crowd.aggregators import Learned
-from ci_llm.crowd.asking import Answer, prompter_of
+from ci_llm.crowd.asking import Answer
 from ci_llm.crowd.exporting import prepare
-from ci_llm.crowd.generation import targets_of
 from ci_llm.crowd.pretrained import weights_fingerprint
-from ci_llm.crowd.scoring import score
-from ci_llm.crowd.uncertainty import (
-    TEMPERATURES,
-    Calibration,
-    Logistic,
-    fit,
-    fit_temperature,
-    learn,
-    learn_temperature,
-    signals,
-)
-from ci_llm.data.batches import Batch, pack
+from ci_llm.crowd.uncertainty import Calibration, Logistic, fit, fit_temperature, signals
 from ci_llm.embedded import rows
 from tests.support.crowds import disturbed_crowd, save_crowd
 
@@ -55,7 +40,7 @@ def calibration_of(answers: list[Answer], **changes: Any) -> Calibration:
     right = [number % 2 == 0 for number in range(len(found))]
     agents = [(found, [False] * len(found)), (found, right), (found, [False] * len(found))]
     about = {"aggregator": "probability", "rows": len(found), "data": "here"}
-    made = fit(Learned((0.2, 0.3, 0.5), 0.8), (found, right), agents, **about)
+    made = fit((found, right), agents, **about)
     return replace(made, **changes)
 
 
@@ -82,12 +67,6 @@ def test_the_logistic_fit_is_at_its_optimum() -> None:
         assert loss((found.coefficients[0] + a, found.coefficients[1] + b), found.intercept + c) > best
 
 
-def test_the_fitted_temperature_has_the_lowest_nll() -> None:
-    nats = [(math.log(t) - math.log(0.77)) ** 2 for t in TEMPERATURES]
-    assert learn_temperature(nats) == pytest.approx(0.77, rel=1e-6)
-    assert learn_temperature([float(n) for n in range(len(TEMPERATURES))]) == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize("wanted", [0.2, 1.0, 3.0])
 def test_the_fitted_temperature_of_classes_has_the_lowest_nll(wanted: float) -> None:
     draw = torch.Generator().manual_seed(4)
@@ -104,37 +83,6 @@ def test_the_fitted_temperature_of_classes_has_the_lowest_nll(wanted: float) -> 
     assert fit_temperature(log_probs[:9], log_probs[:9].argmax(-1)) == pytest.approx(1 / 16), "all are right"
 
 
-@pytest.mark.slow
-def test_a_calibration_fitted_on_targets_lowers_their_nll(crowd: Crowd) -> None:
-    prompter = prompter_of(crowd)
-
-    def batches() -> Iterator[Batch]:
-        from ci_llm.data.encoder import Encoder
-        from ci_llm.data.rows import Chat, Message
-
-        encoder = Encoder(prompter.tokenizer)
-        for row in rows("validation")[:6]:
-            chat = Chat((Message("user", row["question"]), Message("assistant", row["answer"])))
-            yield pack([encoder.encode(chat)], [0])
-
-    found = learn(lambda: targets_of(crowd, batches()))
-    assert sum(found.weights) == pytest.approx(1)
-    assert 0.5 <= found.temperature <= 2
-
-    def nats(learned: Learned | None) -> float:
-        crowd.learned = learned
-        scores = score(crowd, batches(), "dirichlet")
-        crowd.learned = None
-        assert scores is not None
-        return scores.mean_nll[-1]
-
-    assert nats(found) < nats(Learned(found.weights)) or found.temperature == pytest.approx(1, abs=0.03)
-    assert nats(found) < nats(None)
-
-
-# How it is used
-
-
 # How it is kept
 
 
@@ -147,7 +95,6 @@ def test_a_calibration_is_saved_opened_and_exported_with_its_agents(
     write_json(tmp_path / "run" / "calibration.json", made.record())
     opened = Crowd.from_pretrained(tmp_path / "run")
     assert opened.calibration == made
-    assert opened.learned == made.learned
     opened.save_pretrained(tmp_path / "copy")
     assert Crowd.from_pretrained(tmp_path / "copy").calibration == made
     prepare(tmp_path / "run").write(tmp_path / "export", None)

@@ -302,9 +302,8 @@ def test_a_saved_crowd_keeps_the_order_of_its_classes(tmp_path: Path) -> None:
 def test_a_temperature_is_applied_in_scores_and_exports(tmp_path: Path) -> None:
     crowd = saved(tmp_path / "crowd")
     [plain] = crowd.score("Ann has 3 pens.")
-    crowd.calibration = Calibration.of_classes(torch.eye(3).log_softmax(-1), torch.arange(3), K, rows=3, data="here")
-    crowd.learned = crowd.calibration.learned
-    assert crowd.learned.temperature == pytest.approx(1 / 16)
+    crowd.calibration = Calibration.of_classes(torch.eye(3).log_softmax(-1), torch.arange(3), rows=3, data="here")
+    assert crowd.calibration.temperature == pytest.approx(1 / 16)
     crowd.save_pretrained(tmp_path / "sharp")
     [sharp] = Crowd.from_pretrained(tmp_path / "sharp").score("Ann has 3 pens.", abstain_below=0.9)
     assert sharp.label == plain.label

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from ci_llm.core.evaluation_file import Abstention
-from ci_llm.crowd.aggregators import Learned
 from ci_llm.crowd.judging import auroc, calibration_error
 from ci_llm.crowd.uncertainty import Calibration, Logistic
 from ci_llm.evaluation.predictions import at_coverage, honest_error, sureness_lines, sureness_of_answers
@@ -88,7 +87,7 @@ def test_long_answers_are_ranked_by_their_signal_where_confidence_underflows() -
 
 def test_a_calibration_of_another_aggregator_is_not_taken() -> None:
     surer = Logistic((1.0, 0, 0, 0, 0), 0.0)
-    made = Calibration(Learned((0.5, 0.5)), IDENTITY, 1, surer, "probability", 4, "here")
+    made = Calibration(IDENTITY, 1, surer, "probability", 4, "here")
     rows = [row(0.9, True, [False, False], signal=-5), row(0.9, False, [False, True], signal=5)]
     assert sureness_of_answers(rows, made, "probability").by == "probability_right"
     assert sureness_of_answers(rows, made, "logit").by == "confidence"

@@ -485,7 +485,7 @@ def test_a_calibration_is_kept_with_the_run_and_used_by_every_command(
     assert found["resumed"] == 7, "the answers that are there are used"
     assert found["calibration"] == str(run / "calibration.json")
     made = Calibration.of(read_json(run / "calibration.json"))
-    assert (made.rows, made.aggregator, len(made.learned.weights)) == (7, "probability", 2)
+    assert (made.rows, made.aggregator) == (7, "probability")
     assert made.weights == json.loads((run / "predictions.source.json").read_text())["weights"]
     sure = found["sureness"]
     assert sure["by"] == "probability_right"
@@ -493,10 +493,7 @@ def test_a_calibration_is_kept_with_the_run_and_used_by_every_command(
     again = asked(capsys, run)["sureness"]
     assert {key: again[key] for key in ("by", "auroc")} == {key: sure[key] for key in ("by", "auroc")}
     assert main(["evaluate", str(run), "--calibrate", "--batch-size", "1"]) == 0
-    told = capsys.readouterr()
-    assert "\nprobability_right, " in told.out
-    for phase in ("learning weights", "learning the temperature"):
-        assert f"{phase} row 4 of 14\n" in told.err
+    assert "\nprobability_right, " in capsys.readouterr().out
     [row] = lines(run / "predictions.jsonl")[:1]
     words = ["generate", str(run), row["prompt"], "--max-new-tokens", "12"]
     assert main([*words, "--json"]) == 0

@@ -5,8 +5,7 @@ configuration and in `Crowd.generate`. It defines how the agents' distributions 
 
     def aggregate(log_probs: Tensor) -> Tensor      [K, ..., V] of K agents -> [..., V] of the crowd
 
-Input and output are normalised log-probabilities; the function is pure and must not wait for the device. With a second
-parameter, `learned`, it also gets the learned numbers of a calibration, or None before there is one.
+Input and output are normalised log-probabilities; the function is pure and must not wait for the device.
 
 A file may decide between whole answers instead. It then also defines
 
@@ -21,12 +20,11 @@ Legend: K agents, V vocabulary; any shape in between.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -38,25 +36,6 @@ from ci_llm.core.imports import load_plugin, plugin_names
 AGGREGATORS = plugin_names(__name__)
 #: How fast the weight of an agent falls with its entropy in `by_confidence`; 0 would be the plain mean.
 SHARPNESS: Final = 2.0
-
-
-@dataclass(frozen=True)
-class Learned:
-    """The numbers that a calibration has learned from validation rows.
-
-    Attributes:
-        weights: [K], at least 0, with the sum 1.
-        temperature: the temperature of the weighted mean of the agents' distributions; below 1 it is made sharper.
-    """
-
-    weights: tuple[float, ...]
-    temperature: float = 1.0
-
-    def only(self, agents: Sequence[bool]) -> Learned:
-        """The learned numbers of some of the agents."""
-        kept = [weight for weight, is_kept in zip(self.weights, agents, strict=True) if is_kept]
-        total = sum(kept)
-        return replace(self, weights=tuple(w / total if total else 1 / len(kept) for w in kept))
 
 
 @dataclass(frozen=True)
@@ -74,14 +53,13 @@ class Vote:
     temperature: float = 1.0
 
 
-def aggregate(log_probs: Tensor, aggregator: str, learned: Learned | None = None) -> Tensor:
+def aggregate(log_probs: Tensor, aggregator: str) -> Tensor:
     """The crowd's log-probabilities [..., V] from the agents' [K, ..., V].
 
     Raises:
         BadInput: there is no aggregator of that name.
     """
-    function, _ = _find(aggregator)
-    return function(log_probs, learned) if _learns(function) else function(log_probs)
+    return _find(aggregator)[0](log_probs)
 
 
 def is_mean(aggregator: str) -> bool:
@@ -138,19 +116,6 @@ def by_confidence(log_probs: Tensor) -> Tensor:
     return torch.logsumexp(log_probs + weights, dim=0)
 
 
-def mixture(log_probs: Tensor, learned: Learned | None) -> Tensor:
-    """A mixture with learned weights, at a learned temperature.
-
-    The weights are the mean of a Dirichlet: uniform before a calibration, and afterwards the posterior mean given the
-    validation rows (`ci_llm.crowd.uncertainty.learn_weights`).
-    """
-    if learned is None:
-        return mean(log_probs)
-    weights = log_probs.new_tensor(learned.weights).log()
-    mixed = torch.logsumexp(log_probs + weights.view(-1, *[1] * (log_probs.ndim - 1)), dim=0)
-    return torch.log_softmax(mixed / learned.temperature, dim=-1)
-
-
 def most_probable(answers: Sequence[str], log_probabilities: Sequence[float]) -> int:
     """The text that the crowd finds most probable; one without an answer only if none has one.
 
@@ -194,7 +159,6 @@ def most_votes(answers: Sequence[str], log_probabilities: Sequence[float]) -> in
 _OWN: Final[Mapping[str, tuple[Callable[..., Tensor], Vote | None]]] = {
     "probability": (mean, None),
     "confidence": (by_confidence, None),
-    "dirichlet": (mixture, None),
     "logit": (mean_of_logits, None),
     "majority": (mean, Vote(most_votes)),
     "rerank": (mean, Vote(most_probable)),
@@ -212,7 +176,3 @@ def _find(name: str) -> tuple[Callable[..., Tensor], Vote | None]:
     vote = None if winner is None else Vote(winner, of_file("SAMPLES", None), of_file("TEMPERATURE", 1.0))
     return of_file("aggregate"), vote
 
-
-@cache
-def _learns(function: Callable[..., Tensor]) -> bool:
-    return "learned" in inspect.signature(function).parameters
