@@ -177,7 +177,7 @@ class ObjectiveKeys(Keys):
     aggregator: Aggregator = free(
         "probability",
         "how agents become one: by token (probability, logit, confidence), or by a vote over"
-        " answers (majority, weighted_vote, rerank, self_consistency)",
+        " answers (majority, weighted_vote, rerank)",
         evaluable=True,
     )
 

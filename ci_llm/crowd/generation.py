@@ -10,7 +10,7 @@ agent, agent-major as the stacked adapters expect, and once more for each text t
 processor replaces the K distributions of a row by the token that the crowd chose, so that all K copies of the row
 continue with the same text. A batch ends with its longest text.
 
-Legend: K agents, B prompts, n texts that each agent draws for a vote, F rows that each agent writes alone, S rows of
+Legend: K agents, B prompts, F rows that each agent writes alone, S rows of
 the crowd, T tokens, V vocabulary.
 """
 
@@ -42,7 +42,6 @@ from ci_llm.crowd.next_token import (
     choose,
     free_positions,
     generate_key,
-    vote_key,
     without_nan,
 )
 from ci_llm.crowd.uncertainty import TokenUncertainty, of_text, token_uncertainty, tokens_of
@@ -194,38 +193,32 @@ def _written(
 
 
 def requests_of(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted) -> list[Request]:
-    """The requests of one prompt: the crowd's text unless it votes, the agents' texts, and those drawn for a vote."""
-    decoding, vote, sure = wanted.decoding, find_vote(wanted.decoding.aggregator), wanted.uncertainty
+    """The requests of one prompt: the crowd's text unless it votes, and then the agents' texts."""
+    decoding, votes, sure = wanted.decoding, find_vote(wanted.decoding.aggregator), wanted.uncertainty
     agents = range(crowd.num_agents) if wanted.agent is None else [wanted.agent]
     greedy = replace(decoding, do_sample=False)
-    requests = [] if vote else [Request(prompt, decoding, wanted.agent, generate_key(number), sure)]
-    if wanted.include_agents or (vote and not vote.samples):
+    requests = [] if votes else [Request(prompt, decoding, wanted.agent, generate_key(number), sure)]
+    if wanted.include_agents or votes:
         requests += [Request(prompt, greedy, k, uncertainty=sure) for k in agents]
-    if vote and vote.samples:
-        drawing = replace(decoding, do_sample=True, temperature=vote.temperature)
-        times = [(k, place * vote.samples + n) for place, k in enumerate(agents) for n in range(vote.samples)]
-        requests += [Request(prompt, drawing, k, vote_key(number, time)) for k, time in times]
     return requests
 
 
 def _generated(crowd: CrowdModel, requests: Sequence[Request], wanted: Wanted) -> Generated:
     """The texts of one prompt from its requests, which have the order of `requests_of`."""
-    vote, count = find_vote(wanted.decoding.aggregator), crowd.num_agents if wanted.agent is None else 1
+    votes = find_vote(wanted.decoding.aggregator) is not None
     sure = list[list[TokenUncertainty]]()
     for request in requests:
         if request.error is not None and request.who == wanted.agent:  # the text that was asked for
             raise request.error
         sure.append(request.sure if request.error is None else [*request.sure, _NOT_SURE])
-    first = 0 if vote else 1
-    own = slice(first, first + count if wanted.include_agents or (vote and not vote.samples) else first)
-    voters = [] if vote is None else requests[own.stop :] if vote.samples else requests[own]
+    own = slice(0 if votes else 1, None)
     shown = own if wanted.include_agents else slice(0)
     return Generated(
-        [] if vote else requests[0].text,
+        [] if votes else requests[0].text,
         [request.text for request in requests[shown]],
-        [] if vote or not wanted.uncertainty else sure[0],
+        [] if votes or not wanted.uncertainty else sure[0],
         sure[shown] if wanted.uncertainty else [],
-        [request.tokens for request in voters],
+        [request.tokens for request in requests[own]] if votes else [],
     )
 
 
@@ -241,7 +234,7 @@ def elect(
     vote = find_vote(aggregator)
     assert vote is not None, "the aggregator votes"
     read = read_texts(crowd, prompt, voters, aggregator)
-    wins = vote.winner(answers_of(voters), [of_text(tokens).log_probability for tokens in read])
+    wins = vote(answers_of(voters), [of_text(tokens).log_probability for tokens in read])
     return voters[wins], read[wins]
 
 

@@ -2,7 +2,7 @@
 
 `choose` depends on its arguments alone. If the choice fails for one text, it gets the error, and the others get tokens.
 
-Legend: K agents, B prompts, n texts that are open or that an agent draws for a vote, V vocabulary, m listed tokens.
+Legend: K agents, B prompts, n open texts, V vocabulary, m listed tokens.
 """
 
 from __future__ import annotations
@@ -117,11 +117,6 @@ def generate_key(number: int) -> tuple[int | str, ...]:
     return ("generate", number)
 
 
-def vote_key(number: int, time: int) -> tuple[int | str, ...]:
-    """The key of the samples of a text drawn for a vote; `time` counts the K·n texts of all agents."""
-    return ("vote", number, time)
-
-
 @dataclass(eq=False)
 class Request:
     """A request to continue a prompt, with the text so far.
@@ -200,8 +195,7 @@ class Generated:
         tokens: how sure the crowd was of every token of its text, and of the end if it chose one; empty without
             `uncertainty`.
         agents_tokens: [K] how sure each agent was of its own text; empty without both.
-        voters: the texts that the crowd votes on, including their ends: [K], or [K·n] of which agent 0 has drawn the
-            first n; empty without a vote.
+        voters: [K] the texts that the crowd votes on, including their ends; empty without a vote.
     """
 
     text: list[int]

@@ -233,8 +233,7 @@ class AgentsJob(Job):
             lines = [TokenLine(token, log) for token, log in zip(winner, logs, strict=True)]
             self.tell(Piece(answers[at], lines))
         reason = "length" if self.texts[at].finish in ("length", "error") else "stop"
-        shows = call.own.include_agents and len(texts) == len(names)  # not with several texts of each agent
-        return Ended(reason, len(sure), said, answers if shows else None)
+        return Ended(reason, len(sure), said, answers if call.own.include_agents else None)
 
     def _reading(self, crowd: CrowdModel) -> generation.Reading:
         return lambda texts: generation.final_answers(self._worded(texts, crowd))

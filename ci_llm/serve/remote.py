@@ -229,7 +229,7 @@ class RemoteAgents:
         scores = [text.log_probability if together is None else together[text.ids] for text in texts]
         vote = find_vote(call.decoding.aggregator)
         assert vote is not None, "only votes are offered"
-        wins = vote.winner(final_answers([text.text for text in texts]), scores)
+        wins = vote(final_answers([text.text for text in texts]), scores)
         answers = [text.text for text in texts] if call.own.include_agents else None
         return texts[wins].told(None if together is None else math.exp(scores[wins]), len(names), answers)
 

@@ -55,7 +55,6 @@ def test_aggregators_return_a_distribution_and_keep_one_that_all_agents_share(na
         ("rerank", ["3", "5", "3"], [0.4, 0.6, 0.3], 1),
         ("rerank", ["", "5"], [0.9, 0.01], 1),
         ("rerank", ["", ""], [0.9, 0.01], 0),
-        ("self_consistency", ["3", "5", "5", "3", "5"], [0.1] * 5, 1),
     ],
 )
 @pytest.mark.parametrize("rest", [0.0, -1000.0])
@@ -65,7 +64,7 @@ def test_a_vote_on_answers_known_by_hand(
     """This holds also for texts so long that their probabilities are 0 as floats."""
     vote = find_vote(name)
     assert vote is not None
-    assert vote.winner(answers, [math.log(each) + rest for each in probabilities]) == wins
+    assert vote(answers, [math.log(each) + rest for each in probabilities]) == wins
 
 
 @torch.no_grad()
@@ -111,7 +110,7 @@ def test_a_vote_elects_one_of_the_agents_own_texts(crowd: Crowd, name: str) -> N
         whole = [[*text, end][:24] for text in own]
         prompt = prompter.ids(QUESTIONS[number])
         nats = [log_probability(crowd, prompt, text) for text in whole]
-        wins = vote.winner([final_answer(prompter.text(t), "marked") for t in own], nats)
+        wins = vote([final_answer(prompter.text(t), "marked") for t in own], nats)
         assert answer.answer == prompter.text(own[wins])
         assert answer.log_probability == pytest.approx(nats[wins], abs=1e-2)
         assert (

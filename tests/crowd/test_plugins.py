@@ -14,7 +14,7 @@ from ci_llm.errors import BadInput, ConfigError
 
 def test_the_forms_are_the_values_of_the_keys() -> None:
     assert plugin_names("ci_llm.crowd.diversity") == ("none", "swd")
-    voting = ("majority", "rerank", "self_consistency", "weighted_vote")
+    voting = ("majority", "rerank", "weighted_vote")
     assert ("probability", "confidence", "logit", *voting) == AGGREGATORS
     assert all(isinstance(find_form(name), DiversityForm) for name in plugin_names("ci_llm.crowd.diversity"))
     assert [name for name in AGGREGATORS if find_vote(name)] == [*voting]

@@ -72,18 +72,6 @@ def test_a_request_chooses_the_aggregation(served: Listening, crowd: Crowd, aggr
         assert choice["ci_llm"]["confidence"] == pytest.approx(answer.confidence, rel=1e-4)
 
 
-def test_self_consistency_draws_and_votes_as_in_process(served: Listening, crowd: Crowd) -> None:
-    texts = []
-    for seed in (5, 6, 7):
-        [wanted] = crowd.generate([QUESTION], aggregator="self_consistency", seed=seed, details=True, **SHORT)
-        fields = {"seed": seed, "max_tokens": 24, "ci_llm": {"aggregator": "self_consistency"}}
-        [choice] = served.ask(**fields)["choices"]
-        assert choice["message"]["content"] == wanted.answer
-        assert choice["ci_llm"]["confidence"] == pytest.approx(wanted.confidence, rel=1e-4)
-        texts.append(wanted.answer)
-    assert len({*texts}) > 1, "the seed counts"
-
-
 def test_chunks_join_to_the_whole_answer_and_end_with_reason_and_usage(served: Listening) -> None:
     whole = served.ask(max_tokens=24)
     body = chat(max_tokens=24, stream=True, stream_options={"include_usage": True})

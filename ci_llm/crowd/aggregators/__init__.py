@@ -11,9 +11,9 @@ A file may decide between whole answers instead. It then also defines
 
     def vote(answers: Sequence[str], log_probabilities: Sequence[float]) -> int    the number of the answer that wins
 
-Each agent gives the answer that it decodes greedily; or `SAMPLES` answers, drawn at `TEMPERATURE`, if the file has
-these names. "" is not an answer. Log-probabilities are those of whole texts under `aggregate`, in nats, because the
-probability of a long text rounds to 0. A vote has no likelihood, so `aggregate` stands for the crowd in likelihoods.
+Each agent gives the answer that it decodes greedily; "" is not an answer. Log-probabilities are those of whole texts
+under `aggregate`, in nats, because the probability of a long text rounds to 0. A vote has no likelihood, so `aggregate`
+stands for the crowd in likelihoods.
 
 Legend: K agents, V vocabulary; any shape in between.
 """
@@ -23,9 +23,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -37,20 +35,8 @@ AGGREGATORS = plugin_names(__name__)
 #: How fast the weight of an agent falls with its entropy in `by_confidence`; 0 would be the plain mean.
 SHARPNESS: Final = 2.0
 
-
-@dataclass(frozen=True)
-class Vote:
-    """The rule by which an aggregator decides between whole answers.
-
-    Attributes:
-        winner: the number of the answer that wins, from the answers and the log-probabilities of their texts.
-        samples: the number of answers that each agent draws; None for the one that it decodes greedily.
-        temperature: the temperature of the draws.
-    """
-
-    winner: Callable[[Sequence[str], Sequence[float]], int]
-    samples: int | None = None
-    temperature: float = 1.0
+#: Decides between whole answers: the number of the one that wins, from answers and log-probabilities of their texts.
+Vote: TypeAlias = Callable[[Sequence[str], Sequence[float]], int]
 
 
 def aggregate(log_probs: Tensor, aggregator: str) -> Tensor:
@@ -160,19 +146,14 @@ _OWN: Final[Mapping[str, tuple[Callable[..., Tensor], Vote | None]]] = {
     "probability": (mean, None),
     "confidence": (by_confidence, None),
     "logit": (mean_of_logits, None),
-    "majority": (mean, Vote(most_votes)),
-    "rerank": (mean, Vote(most_probable)),
-    # Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Language Models", 2023, for one model.
-    "self_consistency": (mean, Vote(most_votes, samples=4, temperature=0.7)),
-    "weighted_vote": (mean, Vote(most_probability)),
+    "majority": (mean, most_votes),
+    "rerank": (mean, most_probable),
+    "weighted_vote": (mean, most_probability),
 }
 
 
 def _find(name: str) -> tuple[Callable[..., Tensor], Vote | None]:
     if name in _OWN:
         return _OWN[name]
-    of_file = partial(load_plugin, __name__, name)
-    winner = of_file("vote", None)
-    vote = None if winner is None else Vote(winner, of_file("SAMPLES", None), of_file("TEMPERATURE", 1.0))
-    return of_file("aggregate"), vote
+    return load_plugin(__name__, name, "aggregate"), load_plugin(__name__, name, "vote", None)
 
