@@ -444,8 +444,7 @@ class Answers:
         crowd: the text of the crowd.
         right: [K+2] True for each that is right: K agents, the crowd, the vote.
         uncertainty: how sure the crowd was; None if it was not asked for.
-        signals: the signals of the K agents' answers and of the crowd's, see `ci_llm.crowd.uncertainty`; empty if
-            `uncertainty` was not asked for.
+        signals: those of the crowd's answer, see `ci_llm.crowd.uncertainty`; empty if `uncertainty` was not asked for.
     """
 
     number: int
@@ -453,7 +452,7 @@ class Answers:
     crowd: str
     right: list[bool]
     uncertainty: Uncertainty | None
-    signals: list[list[float]]
+    signals: list[float]
 
 
 def answer_questions(
@@ -499,14 +498,13 @@ def answer_questions(
     for generated in written:
         number = next(of)
         if is_one:
-            generated = replace(generated, agents=[generated.text], agents_tokens=[generated.tokens])
-        everyones = [*generated.agents_tokens, generated.tokens] if uncertainty else []
+            generated = replace(generated, agents=[generated.text])
         *agents, together = [prompter.text(ids) for ids in (*generated.agents, generated.text)]
         *own, crowds = map(questions.read, (*agents, together))
         wanted_answer = questions.answers[number]
         right = [answer == wanted_answer != "" for answer in (*own, crowds, majority(own, crowds))]
-        sure = of_text(everyones[-1]) if uncertainty else None
-        yield Answers(number, agents, together, right, sure, [signals(tokens) for tokens in everyones])
+        sure, found = (of_text(generated.tokens), signals(generated.tokens)) if uncertainty else (None, [])
+        yield Answers(number, agents, together, right, sure, found)
 
 
 def _spread(numbers: Sequence[int], count: int) -> list[int]:

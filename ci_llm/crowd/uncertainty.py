@@ -192,7 +192,6 @@ class Calibration:
     Attributes:
         right: the function from the signals of a crowd's answer to the probability that it is right.
         agent: the number of the agent that is right most often.
-        agent_right: the same function for that agent's answers.
         aggregator: the aggregator whose answers `right` is about.
         rows, data: how many validation rows there were, and the name of their data set.
         weights: the fingerprint of agents and base.
@@ -202,7 +201,6 @@ class Calibration:
 
     right: Logistic
     agent: int
-    agent_right: Logistic
     aggregator: str
     rows: int
     data: str
@@ -223,8 +221,8 @@ class Calibration:
             labels: [n] the numbers of the right classes.
             about: `rows`, `data` and `weights`.
         """
-        none = Logistic((), 0.0)
-        return cls(none, 0, none, aggregator="heads", temperature=fit_temperature(log_probs, labels), **about)
+        temperature = fit_temperature(log_probs, labels)
+        return cls(Logistic((), 0.0), 0, aggregator="heads", temperature=temperature, **about)
 
     @classmethod
     def of(cls, record: Any) -> Calibration:
@@ -259,16 +257,15 @@ def fit_temperature(log_probs: Tensor, wanted: Tensor) -> float:
 
 
 def fit(
-    crowd: tuple[Sequence[Sequence[float]], Sequence[bool]],
-    agents: Sequence[tuple[Sequence[Sequence[float]], Sequence[bool]]],
-    **about: Any,
+    found: Sequence[Sequence[float]], right: Sequence[bool], agents: Sequence[Sequence[bool]], **about: Any
 ) -> Calibration:
     """A calibration from answers to n validation rows.
 
     Args:
-        crowd: the signals of the crowd's answers [n, F], and which of them are right [n].
-        agents: the same for each of K agents.
+        found: [n, F] the signals of the crowd's answers.
+        right: [n] which of them are right.
+        agents: [K, n] which answers of each agent are right.
         about: `aggregator`, `rows`, `data` and `weights`.
     """
-    first = max(range(len(agents)), key=lambda k: sum(agents[k][1]))
-    return Calibration(Logistic.fit(*crowd), first, Logistic.fit(*agents[first]), **about)
+    best = max(range(len(agents)), key=lambda k: sum(agents[k]))
+    return Calibration(Logistic.fit(found, right), best, **about)

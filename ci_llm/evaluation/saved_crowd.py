@@ -275,7 +275,6 @@ def _row(job: loading.Job, answers: scoring.Answers, base: scoring.Answers) -> R
     assert sure is not None, "it was asked for"
     right = [*answers.right, base.right[0]]
     *agents, crowd, vote, of_base = right if job.judged_by == "exact_match" else [None] * len(right)
-    *own_signals, crowd_signals = map(_rounded, answers.signals)
     count, canonical = len(job.names), job.tokenized.row_numbers[job.questions.rows[number]]
     return {
         "prompt": _prompt(job, number),
@@ -290,13 +289,8 @@ def _row(job: loading.Job, answers: scoring.Answers, base: scoring.Answers) -> R
         "agents_correct": agents[:count],
         "vote_correct": vote,
         "base_correct": of_base,
-        "signals": crowd_signals,
-        "agents_signals": own_signals[:count],
+        "signals": [round(number, 6) for number in answers.signals],
     }
-
-
-def _rounded(numbers: Sequence[float]) -> list[float]:
-    return [round(number, 6) for number in numbers]
 
 
 def _prompt(job: loading.Job, number: int) -> str:
@@ -330,13 +324,9 @@ def _about(job: loading.Job, rows: int) -> dict[str, Any]:
 
 def _calibration(job: loading.Job, rows: Sequence[Row]) -> Calibration:
     """The calibration from the lines of the predictions file."""
-    right = _right(rows).tolist()
-    return fit(
-        ([row["signals"] for row in rows], right[job.crowd.num_agents]),
-        [([row["agents_signals"][k] for row in rows], right[k]) for k in range(job.crowd.num_agents)],
-        aggregator=job.config.aggregator,
-        **_about(job, len(rows)),
-    )
+    *agents, crowd, _ = _right(rows).tolist()
+    about = _about(job, len(rows))
+    return fit([row["signals"] for row in rows], crowd, agents, aggregator=job.config.aggregator, **about)
 
 
 # The figures

@@ -278,10 +278,7 @@ def _prompter(crowd: CrowdModel) -> Prompter:
 
 def right_by(crowd: CrowdModel, call: Call) -> Logistic | None:
     """The function from signals to the probability that an answer is right; None without a calibration for it."""
-    found = crowd.calibration
-    if call.who is None:
-        return calibrated(found, call.decoding.aggregator)
-    return found.agent_right if found is not None and call.who == found.agent else None
+    return calibrated(crowd.calibration, call.decoding.aggregator) if call.who is None else None
 
 
 def about(

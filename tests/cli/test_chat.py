@@ -284,7 +284,7 @@ def test_a_withheld_answer_is_announced_and_agents_still_answer(
     crowd: Crowd, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     never = Logistic((0.0,) * 5, -9.0)
-    made = Calibration(never, 0, never, "probability", 9, "here")
+    made = Calibration(never, 0, "probability", 9, "here")
     monkeypatch.setattr(crowd, "calibration", made)
     choices = {"max_new_tokens": 12, "abstain_below": 0.5}
     conversation = Conversation(crowd, choices)

@@ -35,12 +35,13 @@ def plain(crowd: Crowd) -> list[Answer]:
 
 
 def calibration_of(answers: list[Answer], **changes: Any) -> Calibration:
-    """A calibration in which every second answer was right and agent 1 is asked first."""
+    """A calibration in which every second answer was right, and agent 1 is the best."""
     found = [signals(answer.tokens) for answer in answers]
     right = [number % 2 == 0 for number in range(len(found))]
-    agents = [(found, [False] * len(found)), (found, right), (found, [False] * len(found))]
+    agents = [[False] * len(found), right, [False] * len(found)]
     about = {"aggregator": "probability", "rows": len(found), "data": "here"}
-    made = fit((found, right), agents, **about)
+    made = fit(found, right, agents, **about)
+    assert made.agent == 1
     return replace(made, **changes)
 
 

@@ -20,13 +20,7 @@ IDENTITY = Logistic((0.0, 0.0, 0.0, 0.0, 0.0), 0.0)
 
 def row(confidence: float, right: bool, agents: list[bool], signal: float | None = None) -> dict[str, Any]:
     found = [math.log(confidence) if signal is None else signal, 0.0, 0.0, 0.0, 0.0]
-    return {
-        "confidence": confidence,
-        "correct": right,
-        "agents_correct": agents,
-        "signals": found,
-        "agents_signals": [found] * len(agents),
-    }
+    return {"confidence": confidence, "correct": right, "agents_correct": agents, "signals": found}
 
 
 def test_the_chance_that_a_right_answer_is_surer() -> None:
@@ -86,8 +80,7 @@ def test_long_answers_are_ranked_by_their_signal_where_confidence_underflows() -
 
 
 def test_a_calibration_of_another_aggregator_is_not_taken() -> None:
-    surer = Logistic((1.0, 0, 0, 0, 0), 0.0)
-    made = Calibration(IDENTITY, 1, surer, "probability", 4, "here")
+    made = Calibration(IDENTITY, 1, "probability", 4, "here")
     rows = [row(0.9, True, [False, False], signal=-5), row(0.9, False, [False, True], signal=5)]
     assert sureness_of_answers(rows, made, "probability").by == "probability_right"
     assert sureness_of_answers(rows, made, "logit").by == "confidence"

@@ -1,4 +1,4 @@
-"""What a calibration adds: answers that are withheld, and one agent that is asked first."""
+"""What a calibration adds: the probability that an answer is right, and answers that are withheld."""
 
 from __future__ import annotations
 
