@@ -14,7 +14,7 @@ from ci_llm.cli.command import parser_of, print_error
 from ci_llm.errors import BadInput, ConfigError, DataError
 
 if TYPE_CHECKING:
-    from ci_llm.crowd.asking import Answer, Stream
+    from ci_llm.crowd.asking import Stream
     from ci_llm.crowd.crowd import Crowd
 
 _COMMON = ("--system", "--temperature", "--seed", "--aggregator", "--max-new-tokens")
@@ -176,7 +176,7 @@ class Conversation:
         if answer and self._prompter.tells_turns_apart:
             self._turns += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
 
-    def _stream(self, prompt: Any, choices: Mapping[str, Any]) -> Stream[Answer]:
+    def _stream(self, prompt: Any, choices: Mapping[str, Any]) -> Stream:
         try:
             return self._crowd.stream(prompt, **choices)
         except DataError as error:

@@ -8,14 +8,10 @@ Legend: K agents, N rows of at most L tokens, T new tokens.
 from __future__ import annotations
 
 import logging
-import queue
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Final, Generic, TypedDict, TypeVar, Unpack
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -25,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ci_llm.crowd import generation
 from ci_llm.crowd.aggregators import find_vote
+from ci_llm.crowd.decoder import Decoder, decodes
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import Decoding, Generated, TokenIds, ends_of_base, free_positions
 from ci_llm.crowd.uncertainty import TokenUncertainty, Uncertainty, agreement, calibrated, of_text, signals
@@ -32,8 +29,6 @@ from ci_llm.data.batches import Batch, Packable, in_order
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompt, Prompter, spoken
 from ci_llm.errors import BadInput, ModelError
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 _DRAWING: Final = ("temperature", "top_p", "top_k")
@@ -156,15 +151,6 @@ def require_writers(crowd: CrowdModel) -> None:
         )
 
 
-def texts(crowd: CrowdModel, prompts: Sequence[Prompt], options: Decoding, batch_size: int = 16) -> list[str]:
-    """The text alone of the crowd's answer to each prompt, "" where it abstains; see `answers`."""
-    if options.abstain_below is not None:
-        found = answers(crowd, prompts, options, batch_size, include_agents=False)
-        return ["" if answer.abstained else answer.answer for answer in found]
-    asking = _Asking(crowd, prompts, options, batch_size)
-    return asking.texts(found.text for found in asking.generated())
-
-
 def answers(
     crowd: CrowdModel,
     prompts: Sequence[Prompt],
@@ -179,30 +165,43 @@ def answers(
         ModelError: the crowd has no prompter.
         BadInput: before anything is generated: a prompt cannot be used, or `batch_size` is below 1.
     """
-    yield from _Asking(crowd, prompts, options, batch_size).answers(include_agents=include_agents)
+    if batch_size < 1:
+        raise BadInput("batch_size must be at least 1", where="generation settings", hint="change the value named")
+    yield from _Asking(crowd, prompts, options).answers(batch_size, include_agents=include_agents)
 
 
-def stream(crowd: CrowdModel, prompt: Prompt, options: Decoding) -> Stream[Answer]:
-    """Answer one prompt piece by piece; see `Crowd.stream`. Votes and abstentions come in one piece."""
-    asking = _Asking(crowd, [prompt], options, 1)
-    whole = find_vote(options.aggregator) is not None or options.abstain_below is not None
+def stream(crowd: CrowdModel, prompt: Prompt, options: Decoding) -> Stream:
+    """Answer one prompt piece by piece; see `Crowd.stream`.
 
-    def produce(emit: Callable[[str], None], stop: Callable[[], bool]) -> Answer:
-        asking.stop = stop
-        if whole:
-            (answer,) = asking.answers(include_agents=False)
-            if answer.answer and not answer.abstained:
-                emit(answer.answer)
-            return answer
-        text = TextSoFar(asking.prompter.tokenizer, options.stop_strings, emit)
-        (found,) = asking.generated(uncertainty=True, is_over=text.update)
-        text.finish(found.text)
-        return asking.answer(prompt, found)
+    Votes, abstentions, and the answers of bases that do not read packed rows come in one piece.
+    """
+    return Stream(_pieces(_Asking(crowd, [prompt], options)))
 
-    kind = crowd.device.type
-    # Autocast is a state of the thread, so the caller's is passed on.
-    autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
-    return Stream(autocast(produce))
+
+def _pieces(asking: _Asking) -> Generator[str, None, Answer]:
+    """Yield the pieces of the answer to the one prompt, and return the answer."""
+    crowd, options, [prompt], [ids] = asking.crowd, asking.options, asking.prompts, asking.ids
+    if find_vote(options.aggregator) or options.abstain_below is not None or not decodes(crowd):
+        [answer] = asking.answers(1, include_agents=False)
+        if answer.answer and not answer.abstained:
+            yield answer.answer
+        return answer
+    pieces: list[str] = []
+    text = TextSoFar(asking.prompter.tokenizer, options.stop_strings, pieces.append)
+    requests, decoder = generation.requests_of(crowd, 0, ids, options), Decoder(crowd, slots=1)
+    decoder.admit(requests)
+    while decoder.open:
+        with generation.in_one_message(crowd):
+            decoder.step()
+        for request in decoder.open:
+            if text.update(request.text):
+                decoder.release(request)
+        yield from pieces
+        pieces.clear()
+    found = generation.generated_of(crowd, requests, generation.Wanted(options))
+    text.finish(found.text)
+    yield from pieces
+    return asking.answer(prompt, found)
 
 
 def cut(text: str, stop_strings: Sequence[str]) -> str:
@@ -283,119 +282,81 @@ class TextSoFar:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
-class Stream(Generic[T]):
-    """An iterator over the pieces of a text that a thread produces, with a result at the end.
+class Stream(Iterator[str]):
+    """An iterator over the pieces of an answer, which is written while it is read, with the answer at its end."""
 
-    Args:
-        produce: runs in the thread. Its arguments are a function that takes a piece, and one that says whether to stop.
-
-    The thread stops when the iterator is closed: by `close`, at the end of a `with` block, or by garbage collection.
-    """
-
-    def __init__(self, produce: Callable[[Callable[[str], None], Callable[[], bool]], T]) -> None:
-        pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        stopping = threading.Event()
-        outcome = Future[T]()
-
-        def run() -> None:
-            # The thread holds no reference to the iterator, so the iterator can be collected while the thread runs.
-            try:
-                outcome.set_result(produce(pieces.put, stopping.is_set))
-            except BaseException as error:  # noqa: BLE001 - raised again in the thread that iterates
-                outcome.set_exception(error)
-            finally:
-                pieces.put(None)
-
-        self._pieces, self._stopping, self._outcome = pieces, stopping, outcome
-        self._thread = threading.Thread(target=run, name="ci_llm answer", daemon=True)
-        self._thread.start()
-
-    @property
-    def result(self) -> T:
-        """The result of `produce`; this waits for the thread's end.
-
-        Raises:
-            Exception: what the thread raised.
-        """
-        self._thread.join()
-        return self._outcome.result()
-
-    def close(self) -> None:
-        """Ask the thread to stop after the current token, and wait for it."""
-        self._stopping.set()
-        self._thread.join()
-
-    def __iter__(self) -> Iterator[str]:
-        return self
+    def __init__(self, pieces: Generator[str, None, Answer]) -> None:
+        self._pieces = pieces
+        self._result: Answer | None = None
 
     def __next__(self) -> str:
-        if self._thread.is_alive() or not self._pieces.empty():
-            piece = self._pieces.get()
-            if piece is not None:
-                return piece
-        _ = self.result
-        raise StopIteration
+        try:
+            return next(self._pieces)
+        except StopIteration as end:
+            self._result = self._result or end.value
+            raise
 
-    def __enter__(self) -> Stream[T]:
+    @property
+    def result(self) -> Answer:
+        """The answer; what is left of it is written now.
+
+        Raises:
+            RuntimeError: the stream was closed before its end.
+        """
+        for _ in self:
+            pass
+        if self._result is None:
+            raise RuntimeError("the stream was closed before the answer was complete")
+        return self._result
+
+    def close(self) -> None:
+        """Write no further token."""
+        self._pieces.close()
+
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        self._stopping.set()
 
 
 class _Asking:
     """Prompts for a crowd. All of them are checked before anything is generated.
 
-    Args:
-        at_a_time: the number of prompts answered at the same time.
-
     Attributes:
         ids: the token ids of each prompt.
-        stop: called before every token; True ends all texts there.
     """
 
-    def __init__(self, crowd: CrowdModel, prompts: Sequence[Prompt], options: Decoding, at_a_time: int) -> None:
-        if at_a_time < 1:
-            raise BadInput("batch_size must be at least 1", where="generation settings", hint="change the value named")
-        self.crowd, self.prompts, self.options, self.at_a_time = crowd, prompts, options, at_a_time
+    def __init__(self, crowd: CrowdModel, prompts: Sequence[Prompt], options: Decoding) -> None:
+        self.crowd, self.prompts, self.options = crowd, prompts, options
         self.prompter = prompter_of(crowd)
         self.ids = [self.prompter.ids(prompt) for prompt in prompts]
         if self.ids:
             free_positions(crowd.model, self.ids)
-        self.stop: Callable[[], bool] = lambda: False
 
-    def generated(self, **wanted: Any) -> Iterator[Generated]:
-        """Generate after each prompt, in order; `wanted` are attributes of `generation.Wanted`."""
-        how = generation.Wanted(
-            self.options,
-            stop=self.stop,
-            is_over=self._has_stopped if self.options.stop_strings else None,
-            answers_of=lambda texts: generation.final_answers(self.texts(texts)),
-        )
-        return generation.generate_each(self.crowd, enumerate(self.ids), replace(how, **wanted), self.at_a_time)
-
-    def answers(self, *, include_agents: bool) -> Iterator[Answer]:
+    def answers(self, at_a_time: int, *, include_agents: bool) -> Iterator[Answer]:
         """Yield an answer for each prompt, in order: of all agents together, token by token or by a vote."""
-        wanted = include_agents and bool(self.crowd.names)  # a base alone has no agents to include
-        found = self.generated(include_agents=wanted, uncertainty=True)
-        return (self.answer(*each) for each in zip(self.prompts, found, strict=True))
+        wanted = generation.Wanted(
+            self.options,
+            include_agents=include_agents and bool(self.crowd.names),  # a base alone has no agents to include
+            is_over=self._has_stopped if self.options.stop_strings else None,
+            answers_of=lambda texts: generation.final_answers([self.text(ids) for ids in texts]),
+        )
+        return map(
+            self.answer, self.prompts, generation.generate_each(self.crowd, enumerate(self.ids), wanted, at_a_time)
+        )
 
     def _has_stopped(self, ids: TokenIds) -> bool:
         return TextSoFar(self.prompter.tokenizer, self.options.stop_strings).update(ids)
 
-    def texts(self, all_ids: Iterable[TokenIds]) -> list[str]:
-        """The texts of token ids, each cut before the first stop string in it."""
-        return [cut(self.prompter.text(ids), self.options.stop_strings) for ids in all_ids]
+    def text(self, ids: TokenIds) -> str:
+        """The text of token ids, cut before the first stop string in it."""
+        return cut(self.prompter.text(ids), self.options.stop_strings)
 
     def answer(self, prompt: Prompt, found: Generated) -> Answer:
         """The answer to a prompt, with how sure the crowd is of it."""
         ids, tokens, options = found.text, found.tokens, self.options
-        text, *agents = self.texts([ids, *found.agents])
+        text, *agents = map(self.text, [ids, *found.agents])
         right = calibrated(self.crowd.calibration, options.aggregator)
         probability = None if right is None else right(signals(tokens))
         return Answer(

@@ -285,14 +285,15 @@ class Crowd(CrowdModel):
         options = options_of(self, **choices)
         if asking.is_tokens(prompts):
             return asking.continued(self, prompts, options, batch_size, details=details)  # type: ignore[arg-type]
-        how = (self, prompts_of(prompts), options, batch_size)  # type: ignore[arg-type]
-        return list(asking.answers(*how)) if details else asking.texts(*how)
+        asked = prompts_of(prompts)  # type: ignore[arg-type]
+        found = asking.answers(self, asked, options, batch_size, include_agents=details)
+        return [*found] if details else ["" if answer.abstained else answer.answer for answer in found]
 
-    def stream(self, prompt: Prompt, **choices: Unpack[Choices]) -> Stream[Answer]:
+    def stream(self, prompt: Prompt, **choices: Unpack[Choices]) -> Stream:
         """Answer one prompt piece by piece: `for piece in crowd.stream(prompt): print(piece, end="", flush=True)`.
 
-        The pieces together are the answer that `generate` gives. They come from a thread, which ends with the loop,
-        with a `with` block around it, or by `close()`; until then the crowd cannot be used for anything else.
+        The pieces together are the answer that `generate` gives. Votes, and the answers of bases that do not read packed
+        rows, come in one piece. A loop that is left early, or `close()`, writes no further token.
 
         Args:
             prompt: one prompt, as for `generate`.

@@ -490,12 +490,16 @@ _TRIAL: Final = (21, 3, 8)
 
 
 def decodes(crowd: CrowdModel) -> bool:
-    """True if a decoder computes the probabilities of the agents' full passes, by a short trial.
+    """True if a decoder computes the probabilities of the agents' full passes, by a short trial before the first text.
 
     A family may accept packed rows and columns and still compute something else.
     """
-    if crowd.route != "packed":
-        return False
+    if crowd.decodes is None:
+        crowd.decodes = crowd.route == "packed" and _reproduces(crowd)
+    return crowd.decodes
+
+
+def _reproduces(crowd: CrowdModel) -> bool:
     length, count, listed = _TRIAL
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(0, crowd.head.weight.shape[0], (length,), generator=generator).tolist()

@@ -141,10 +141,10 @@ def _answered(
     with working("answer", len(prompts), "prompts") as shown:
         for at in range(0, len(prompts), _AT_A_TIME):
             part = prompts[at : at + _AT_A_TIME]
-            found = crowd.generate_ids(part, decoding, include_agents=True, uncertainty=True)
+            found = crowd.generate_ids(part, decoding, include_agents=True)
             for prompt, each in zip(part, found, strict=True):
                 own = each.agents[start]
-                if len(each.tokens) > len(each.text) and len(each.agents_tokens[start]) > len(own):
+                if len(each.tokens) > len(each.text) and each.agents_ended[start]:
                     yield continuation(prompt, [*each.text, end]), continuation(prompt, [*own, end])
             shown.advance_to(at + len(part))
 

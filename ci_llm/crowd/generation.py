@@ -5,40 +5,43 @@ of the crowd, and on request one of each agent alone; they share the pass over t
 ended makes place for the next one. In a vote each agent writes a text, all agents read every text, and one of the texts
 wins.
 
-For other bases Transformers' own `generate` manages cache, positions and padding. Every prompt is in the batch once per
-agent, agent-major as the stacked adapters expect, and once more for each text that an agent writes alone. A logits
-processor replaces the K distributions of a row by the token that the crowd chose, so that all K copies of the row
-continue with the same text. A batch ends with its longest text.
+For other bases Transformers' own `generate` manages cache, positions and padding, for one writer after the other. A
+text of the crowd is in the batch once per agent, agent-major as the stacked adapters expect. A logits processor
+replaces the K distributions of a row by the token that the crowd chose, so that all K copies of the row continue with
+the same text. A batch ends with its longest text.
 
-Legend: K agents, B prompts, F rows that each agent writes alone, S rows of
-the crowd, T tokens, V vocabulary.
+Legend: K agents, B prompts, n texts of one writer, S targets, T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, islice
-from typing import Any, Final
+from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
+from ci_llm.core.memory import is_out_of_memory
 from ci_llm.crowd.aggregators import aggregate, find_vote, is_mean
 from ci_llm.crowd.decoder import Decoder, decodes
 from ci_llm.crowd.metrics import AnswerStyle, final_answer
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import (
+    CROWD,
     Chosen,
     Decoding,
     Generated,
     Request,
     TokenIds,
+    Who,
     choose,
     free_positions,
     generate_key,
@@ -48,11 +51,8 @@ from ci_llm.crowd.uncertainty import TokenUncertainty, of_text, token_uncertaint
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompter
-from ci_llm.errors import BadInput
 from ci_llm.lora.passes import describe_error, distance, dtypes_of, tolerance, unusable_base
 
-#: The uncertainty of the failed token of a text whose agent had only NaN logits.
-_NOT_SURE: Final = TokenUncertainty(0.0, 0.0, 0.0, 0.0)
 #: Finds the final answers in the texts of one prompt, "" where a text has none.
 Reading = Callable[[Sequence[TokenIds]], list[str]]
 
@@ -64,17 +64,13 @@ class Wanted:
     Attributes:
         decoding: the options of the crowd's text.
         include_agents: also continue every prompt by each agent alone, greedily.
-        uncertainty: also compute how sure the crowd and the agents were of each token, from the same distributions.
-        agent: ask this agent alone, as a crowd of one.
-        stop: called before every token; True ends all texts there.
+        stop: called after every token; True ends all texts there.
         is_over: called with each text that has not ended, after each of its tokens; True ends this text there.
         answers_of: the final answers in texts, for a crowd that votes.
     """
 
     decoding: Decoding
     include_agents: bool = False
-    uncertainty: bool = False
-    agent: int | None = None
     stop: Callable[[], bool] = lambda: False
     is_over: Callable[[TokenIds], bool] | None = None
     answers_of: Reading | None = None
@@ -99,13 +95,9 @@ def generate_ids(
         **wanted: the other attributes of `Wanted`.
 
     Raises:
-        BadInput: there is no such agent.
         DataError: a prompt is empty, or longer than the base can read.
         ModelError: the base cannot generate, or every agent's logits hold NaN or infinity.
     """
-    agent = wanted.get("agent")
-    if agent is not None and not 0 <= agent < crowd.num_agents:
-        raise BadInput(f"there is no agent {agent}", where="agent", hint=f"give one of 0 to {crowd.num_agents - 1}")
     asked = list(zip(numbers or range(len(prompts)), prompts, strict=True))
     if not asked:
         return []
@@ -128,98 +120,113 @@ def generate_each(
     Raises:
         DataError, ModelError: as `generate_ids`.
     """
-    if crowd.decodes is None:
-        crowd.decodes = decodes(crowd)
-    write = _written if crowd.decodes else _written_by_transformers
-    found = write(crowd, iter(asked), wanted, at_a_time)
+    how, include_agents = wanted.decoding, wanted.include_agents
+    size = len(requests_of(crowd, 0, [0], how, include_agents=include_agents))
+    groups = (requests_of(crowd, *each, how, include_agents=include_agents) for each in asked)
+    for requests in written(crowd, groups, size, at_a_time * size, wanted.stop, wanted.is_over):
+        yield generated_of(crowd, requests, wanted)
+
+
+def written(
+    crowd: CrowdModel,
+    groups: Iterable[list[Request]],
+    size: int,
+    most: int,
+    stop: Callable[[], bool] = lambda: False,
+    is_over: Callable[[TokenIds], bool] | None = None,
+) -> Iterator[list[Request]]:
+    """Write the texts of all groups of requests, and yield each group once it and those before it have ended.
+
+    Args:
+        groups: taken when there is place for them.
+        size: the number of requests in a group.
+        most: the number of texts written at the same time.
+        stop, is_over: as in `Wanted`.
+
+    Raises:
+        ModelError: the base cannot generate.
+    """
+    found = (_by_decoder if decodes(crowd) else _by_transformers)(crowd, iter(groups), size, most, stop, is_over)
     while True:
-        try:
-            prompt, generated = next(found)
-        except StopIteration:
+        with in_one_message(crowd):
+            requests = next(found, None)
+        if requests is None:
             return
-        except Exception as error:  # families raise errors of every kind for what they do not support
-            raise unusable_base(crowd.model, crowd.base_name, f"cannot generate ({describe_error(error)})") from error
-        if generated.voters:
-            how, read = wanted.decoding, wanted.answers_of or _reading(crowd.prompter)
-            text, sure = elect(crowd, prompt, generated.voters, how.aggregator, read)
-            generated = replace(generated, text=[token for token in text if token not in how.ends], tokens=sure)
-        yield generated
+        yield requests
 
 
-def _written_by_transformers(
-    crowd: CrowdModel, asked: Iterator[tuple[int, TokenIds]], wanted: Wanted, at_a_time: int
-) -> Iterator[tuple[TokenIds, Generated]]:
-    """Yield prompts and texts by Transformers' `generate`, in batches that wait for their longest text."""
-    while batch := list(islice(asked, at_a_time)):
-        found = [(prompt, requests_of(crowd, number, prompt, wanted)) for number, prompt in batch]
-        with as_in_generation(crowd), nullcontext() if wanted.agent is None else crowd.active_agent(wanted.agent):
-            if crowd.padding_invariant is None and len({len(prompt) for prompt, _ in found}) > 1:
-                crowd.padding_invariant = is_padding_invariant(crowd.model, crowd.num_agents, crowd.pad_id)
-            size = 1 if crowd.padding_invariant is False else len(found)
-            for at in range(0, len(found), size):
-                together = [request for _, requests in found[at : at + size] for request in requests]
-                write_batch(crowd, together, wanted.agent, stop=wanted.stop, is_over=wanted.is_over)
-        yield from ((prompt, _generated(crowd, requests, wanted)) for prompt, requests in found)
+@contextmanager
+def in_one_message(crowd: CrowdModel) -> Iterator[None]:
+    """Raises ModelError where the base fails inside: families raise errors of every kind for what they lack."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):  # the caller may ask for fewer texts
+            raise
+        raise unusable_base(crowd.model, crowd.base_name, f"cannot generate ({describe_error(error)})") from error
 
 
-def _written(
-    crowd: CrowdModel, asked: Iterator[tuple[int, TokenIds]], wanted: Wanted, at_a_time: int
-) -> Iterator[tuple[TokenIds, Generated]]:
-    """Yield prompts and texts by the decoder; a prompt is taken as soon as there are free slots for its texts."""
-    open_: deque[tuple[TokenIds, list[Request]]] = deque()
-    each = len(requests_of(crowd, 0, [0], wanted))
-    decoder, more = Decoder(crowd, at_a_time * each), True
+def _by_decoder(
+    crowd: CrowdModel,
+    groups: Iterator[list[Request]],
+    size: int,
+    most: int,
+    stop: Callable[[], bool],
+    is_over: Callable[[TokenIds], bool] | None,
+) -> Iterator[list[Request]]:
+    """`written` by the decoder; a group is taken as soon as there are free slots for its texts."""
+    open_: deque[list[Request]] = deque()
+    decoder, more = Decoder(crowd, most), True
     while more or open_:
-        while more and decoder.free >= each:
-            taken = next(asked, None)
+        joining: list[Request] = []
+        while more and decoder.free - len(joining) >= size:
+            taken = next(groups, None)
             if taken is None:
                 more = False
-                break
-            number, prompt = taken
-            requests = requests_of(crowd, number, prompt, wanted)
-            decoder.admit(requests)
-            open_.append((prompt, requests))
+            else:
+                joining += taken
+                open_.append(taken)
+        decoder.admit(joining)
         for request in decoder.step():
-            if wanted.is_over and request.finish is None and wanted.is_over(request.tokens):
+            if is_over and request.finish is None and is_over(request.tokens):
                 decoder.release(request)
-        if wanted.stop():
+        if stop():
             more = False
             for request in decoder.open:
                 decoder.release(request)
         living = set(decoder.open)
-        while open_ and not living.intersection(open_[0][1]):
-            prompt, requests = open_.popleft()
-            yield prompt, _generated(crowd, requests, wanted)
+        while open_ and not living.intersection(open_[0]):
+            yield open_.popleft()
 
 
-def requests_of(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted) -> list[Request]:
-    """The requests of one prompt: the crowd's text unless it votes, and then the agents' texts."""
-    decoding, votes, sure = wanted.decoding, find_vote(wanted.decoding.aggregator), wanted.uncertainty
-    agents = range(crowd.num_agents) if wanted.agent is None else [wanted.agent]
-    greedy = replace(decoding, do_sample=False)
-    requests = [] if votes else [Request(prompt, decoding, wanted.agent, generate_key(number), sure)]
-    if wanted.include_agents or votes:
-        requests += [Request(prompt, greedy, k, uncertainty=sure) for k in agents]
-    return requests
+def requests_of(
+    crowd: CrowdModel, number: int, prompt: TokenIds, decoding: Decoding, *, include_agents: bool = False
+) -> list[Request]:
+    """The requests of one prompt: the crowd's text unless it votes, and then those of the agents, which are greedy."""
+    votes, greedy = find_vote(decoding.aggregator) is not None, replace(decoding, do_sample=False)
+    own = [] if votes else [Request(prompt, decoding, key=generate_key(number), uncertainty=True)]
+    agents = range(crowd.num_agents) if votes or include_agents else ()
+    return own + [Request(prompt, greedy, k) for k in agents]
 
 
-def _generated(crowd: CrowdModel, requests: Sequence[Request], wanted: Wanted) -> Generated:
-    """The texts of one prompt from its requests, which have the order of `requests_of`."""
-    votes = find_vote(wanted.decoding.aggregator) is not None
-    sure = list[list[TokenUncertainty]]()
-    for request in requests:
-        if request.error is not None and request.who == wanted.agent:  # the text that was asked for
-            raise request.error
-        sure.append(request.sure if request.error is None else [*request.sure, _NOT_SURE])
-    own = slice(0 if votes else 1, None)
-    shown = own if wanted.include_agents else slice(0)
-    return Generated(
-        [] if votes else requests[0].text,
-        [request.text for request in requests[shown]],
-        [] if votes or not wanted.uncertainty else sure[0],
-        sure[shown] if wanted.uncertainty else [],
-        [request.tokens for request in requests[own]] if votes else [],
-    )
+def generated_of(crowd: CrowdModel, requests: Sequence[Request], wanted: Wanted) -> Generated:
+    """The texts of one prompt from its requests, which have the order of `requests_of` and have ended.
+
+    Raises:
+        ModelError: every agent's logits hold NaN or infinity.
+    """
+    how, agents = wanted.decoding, requests
+    if find_vote(how.aggregator):
+        read = wanted.answers_of or _reading(crowd.prompter)
+        winner, tokens = elect(crowd, agents[0].prompt, [each.tokens for each in agents], how.aggregator, read)
+        text = [token for token in winner if token not in how.ends]
+    else:
+        own, *agents = requests
+        if own.error is not None:
+            raise own.error
+        text, tokens = own.text, own.sure
+    shown = agents if wanted.include_agents else []
+    return Generated(text, tokens, [each.text for each in shown], [each.finish == "stop" for each in shown])
 
 
 def _reading(prompter: Prompter | None) -> Reading:
@@ -294,38 +301,46 @@ def as_in_generation(crowd: CrowdModel) -> Iterator[None]:
         crowd.route = route
 
 
-def write_batch(
+def _by_transformers(
     crowd: CrowdModel,
+    groups: Iterator[list[Request]],
+    size: int,
+    most: int,
+    stop: Callable[[], bool],
+    is_over: Callable[[TokenIds], bool] | None,
+) -> Iterator[list[Request]]:
+    """`written` by Transformers' `generate`, in batches that wait for their longest text."""
+    while batch := list(islice(groups, max(1, most // size))):
+        with as_in_generation(crowd):
+            if crowd.padding_invariant is None and len({len(requests[0].prompt) for requests in batch}) > 1:
+                crowd.padding_invariant = is_padding_invariant(crowd)
+            each = 1 if crowd.padding_invariant is False else len(batch)
+            for at in range(0, len(batch), each):
+                together = [request for requests in batch[at : at + each] for request in requests]
+                for who in dict.fromkeys(request.who for request in together):
+                    _write_texts(crowd, who, [one for one in together if one.who == who], stop, is_over)
+        yield from batch
+
+
+def _write_texts(
+    crowd: CrowdModel,
+    who: Who,
     requests: Sequence[Request],
-    agent: int | None,
-    *,
     stop: Callable[[], bool],
     is_over: Callable[[TokenIds], bool] | None,
 ) -> None:
-    """Write the texts of a batch of requests, of which every agent has the same number.
-
-    Args:
-        agent: the only writer, as a crowd of one; None for the crowd.
-        stop, is_over: as in `Wanted`.
-    """
-    model = crowd.model
-    shared = [request for request in requests if request.who == agent]
-    others = [request for request in requests if request.who != agent]
-    own = [[request for request in others if request.who == k] for k in range(crowd.num_agents if agent is None else 1)]
-    rows = [request for each in own for request in (*each, *shared)]
-    prompts = [request.prompt for request in rows]
-    free, open_ = free_positions(model, prompts), [*requests]
+    """Write n texts of one writer."""
+    prompts, copies = [request.prompt for request in requests], crowd.num_agents if who is CROWD else 1
+    free, open_ = free_positions(crowd.model, prompts), [*requests]
 
     def choice(_: Tensor, scores: Tensor) -> Tensor:
-        """Logits [K·(F + S), V] in the same shape, with 0 at the chosen token of each row and -inf elsewhere."""
-        logits, tokens = scores.unflatten(0, (len(own), -1)), dict[Request, int]()
-        of_agents, of_crowd = logits[:, : len(own[0])].flatten(0, 1)[None], logits[:, len(own[0]) :]
-        for asked, given in (([*chain(*own)], of_agents), (shared, of_crowd)):
-            for request, found in zip(asked, choose(given, asked) if asked else [], strict=True):
-                tokens[request] = found.id if isinstance(found, Chosen) else crowd.pad_id
-                if request in open_:
-                    request.take(found, len(request.prompt) + free)
-        chosen = torch.tensor([[tokens[request]] for request in rows], device=scores.device)
+        """Logits [K·n, V] in the same shape, with 0 at the chosen token of each row and -inf elsewhere."""
+        tokens = list[int]()
+        for request, found in zip(requests, choose(scores.unflatten(0, (copies, -1)), requests), strict=True):
+            tokens.append(found.id if isinstance(found, Chosen) else crowd.pad_id)
+            if request in open_:
+                request.take(found, len(request.prompt) + free)
+        chosen = torch.tensor(tokens * copies, device=scores.device)[:, None]
         return torch.full_like(scores, float("-inf")).scatter_(-1, chosen, 0.0)
 
     def have_ended(ids: Tensor, _: Tensor, **__: object) -> Tensor:
@@ -334,58 +349,53 @@ def write_batch(
         open_[:] = [request for request in open_ if request not in over]
         return torch.full((len(ids),), stop() or not open_, device=ids.device)
 
-    ids, mask = (x.to(model.device) for x in _left_padded(prompts, crowd.pad_id))
-    # The processor leaves one token per row, which also holds for sampling.
     longest = min(free, max(request.decoding.max_new_tokens for request in requests))
-    how = GenerationConfig(max_new_tokens=longest, pad_token_id=crowd.pad_id, do_sample=False, use_cache=True)
-    with _blank_generation_config(model):
-        model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            generation_config=how,
-            logits_processor=LogitsProcessorList([choice]),
-            stopping_criteria=StoppingCriteriaList([have_ended]),
-            synced_gpus=False,  # processes with a sharded base keep in step by themselves
-        )
+    with crowd.active_agent(who):
+        _generate(crowd, prompts * copies, longest, choice, have_ended)
 
 
-def is_padding_invariant(model: PreTrainedModel, num_agents: int, pad_id: int) -> bool:
-    """True if the base continues a prompt beside a longer one as it does alone.
+def _generate(crowd: CrowdModel, prompts: Sequence[TokenIds], longest: int, *steps: Callable[..., Tensor]) -> None:
+    """Let Transformers generate after prompts, padded on the left, so that all rows end at the same column.
 
-    Some families count pads as positions, or mix them into their states, and raise no error.
+    Args:
+        steps: a logits processor, which leaves one token per row where it chooses, and a stopping criterion if any.
     """
-    short, long = [[1, 2, 3]], [[1, 2, 3, 4, 5, 6, 7]]
-    alone, beside = (_scores(model, num_agents, rows, pad_id) for rows in (short, short + long))
-    return distance(beside, alone) <= tolerance(*dtypes_of(model, alone))  # False if one of them holds NaN
-
-
-def _scores(model: PreTrainedModel, num_agents: int, rows: Sequence[TokenIds], pad_id: int) -> Tensor:
-    """The logits [V] of the first row's second new token, which depend on a full pass and on one with the cache."""
-    ids, mask = (x.to(model.device).repeat(num_agents, 1) for x in _left_padded(rows, pad_id))
-    wanted = GenerationConfig(
-        max_new_tokens=2, pad_token_id=pad_id, use_cache=True, output_logits=True, return_dict_in_generate=True
-    )
-    with _blank_generation_config(model):
-        found = model.generate(input_ids=ids, attention_mask=mask, generation_config=wanted, synced_gpus=False)
-        return found.logits[1][0]  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _blank_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    """Hide the base's generation settings inside, because Transformers takes every missing value from them."""
+    model = crowd.model
+    ids = [torch.as_tensor(prompt, dtype=torch.long) for prompt in prompts]
+    rows = pad_sequence(ids, batch_first=True, padding_value=crowd.pad_id, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True, padding_side="left")
+    how = GenerationConfig(max_new_tokens=longest, pad_token_id=crowd.pad_id, do_sample=False, use_cache=True)
+    # Transformers takes every missing value from the base's own settings.
     kept, model.generation_config = model.generation_config, GenerationConfig()
     try:
-        yield
+        model.generate(
+            input_ids=rows.to(model.device),
+            attention_mask=mask.to(model.device),
+            generation_config=how,
+            logits_processor=LogitsProcessorList(steps[:1]),
+            stopping_criteria=StoppingCriteriaList(steps[1:]),
+            synced_gpus=False,  # processes with a sharded base keep in step by themselves
+        )
     finally:
         model.generation_config = kept
 
 
-def _left_padded(rows: Sequence[TokenIds], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Ids and attention mask, each [R, T]; pads are on the left, so that all rows end at the same column."""
-    length = max(map(len, rows))
-    ids = torch.full((len(rows), length), pad_id)
-    mask = torch.zeros_like(ids)
-    for number, row in enumerate(rows):
-        ids[number, length - len(row) :] = torch.as_tensor(row)
-        mask[number, length - len(row) :] = 1
-    return ids, mask
+def is_padding_invariant(crowd: CrowdModel) -> bool:
+    """True if the base continues a prompt beside a longer one as it does alone.
+
+    Some families count pads as positions, or mix them into their states, and raise no error.
+    """
+
+    def second(prompts: Sequence[TokenIds]) -> Tensor:
+        """The logits [V] of the first row's second new token, which depend on a full pass and on one with the cache."""
+        seen = list[Tensor]()
+
+        def keep(_: Tensor, scores: Tensor) -> Tensor:
+            seen.append(scores[0])
+            return scores
+
+        _generate(crowd, [*prompts] * crowd.num_agents, 2, keep)
+        return seen[1]
+
+    alone, beside = second([[1, 2, 3]]), second([[1, 2, 3], [1, 2, 3, 4, 5, 6, 7]])
+    return distance(beside, alone) <= tolerance(*dtypes_of(crowd.model, alone))  # False if one of them holds NaN

@@ -190,19 +190,16 @@ class Generated:
     """The texts after one prompt, as token ids without the end.
 
     Attributes:
-        text: the text of the crowd; empty before a vote.
-        agents: [K] greedy texts of each agent alone; empty without `include_agents`.
-        tokens: how sure the crowd was of every token of its text, and of the end if it chose one; empty without
-            `uncertainty`.
-        agents_tokens: [K] how sure each agent was of its own text; empty without both.
-        voters: [K] the texts that the crowd votes on, including their ends; empty without a vote.
+        text: the text of the crowd.
+        tokens: how sure the crowd was of every token of its text, and of the end if it chose one.
+        agents: [K] greedy texts of each agent alone; empty if they were not asked for.
+        agents_ended: [K] whether an agent ended its text; False if the text was cut, or the agent's numbers failed.
     """
 
     text: list[int]
+    tokens: list[TokenUncertainty]
     agents: list[list[int]]
-    tokens: list[TokenUncertainty] = field(default_factory=list)
-    agents_tokens: list[list[TokenUncertainty]] = field(default_factory=list)
-    voters: list[list[int]] = field(default_factory=list)
+    agents_ended: list[bool]
 
 
 def num_positions(model: PreTrainedModel) -> int:

@@ -443,15 +443,15 @@ class Answers:
         agents: the texts of the K agents.
         crowd: the text of the crowd.
         right: [K+2] True for each that is right: K agents, the crowd, the vote.
-        uncertainty: how sure the crowd was; None if it was not asked for.
-        signals: those of the crowd's answer, see `ci_llm.crowd.uncertainty`; empty if `uncertainty` was not asked for.
+        uncertainty: how sure the crowd was.
+        signals: those of the crowd's answer, see `ci_llm.crowd.uncertainty`.
     """
 
     number: int
     agents: list[str]
     crowd: str
     right: list[bool]
-    uncertainty: Uncertainty | None
+    uncertainty: Uncertainty
     signals: list[float]
 
 
@@ -462,9 +462,6 @@ def answer_questions(
     batches: Iterable[Sequence[int]],
     max_new_tokens: int,
     aggregator: str,
-    *,
-    agent: int | None = None,
-    uncertainty: bool = False,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Answers]:
     """Generate the answers of the agents and of the crowd greedily, question after question.
@@ -475,16 +472,12 @@ def answer_questions(
             the next batch is taken when there is place for one of its questions.
         max_new_tokens: at most so many tokens per answer.
         aggregator: one of `ci_llm.crowd.aggregators`.
-        agent: ask this agent alone, or with `NOBODY` the base.
-        uncertainty: also compute how sure the crowd was of each answer.
-        stop: called before every token; True ends all texts at that point.
+        stop: called after every token; True ends all texts at that point.
     """
-    is_one = agent is not None or (crowd.num_agents == 1 and find_vote(aggregator) is None)  # its answer is the crowd's
+    is_one = crowd.num_agents == 1 and find_vote(aggregator) is None  # its answer is the crowd's
     wanted = Wanted(
         Decoding(max_new_tokens, questions.ends, aggregator),
         include_agents=not is_one,
-        uncertainty=uncertainty,
-        agent=agent,
         stop=stop,
         answers_of=lambda texts: [questions.read(prompter.text(ids)) for ids in texts],
     )
@@ -497,14 +490,13 @@ def answer_questions(
     written = generate_each(crowd, ((i, questions.prompts[i]) for i in asked), wanted, max(1, len(first)))
     for generated in written:
         number = next(of)
-        if is_one:
-            generated = replace(generated, agents=[generated.text])
-        *agents, together = [prompter.text(ids) for ids in (*generated.agents, generated.text)]
+        texts = [*([generated.text] if is_one else generated.agents), generated.text]
+        *agents, together = map(prompter.text, texts)
         *own, crowds = map(questions.read, (*agents, together))
         wanted_answer = questions.answers[number]
         right = [answer == wanted_answer != "" for answer in (*own, crowds, majority(own, crowds))]
-        sure, found = (of_text(generated.tokens), signals(generated.tokens)) if uncertainty else (None, [])
-        yield Answers(number, agents, together, right, sure, found)
+        tokens = generated.tokens
+        yield Answers(number, agents, together, right, of_text(tokens), signals(tokens))
 
 
 def _spread(numbers: Sequence[int], count: int) -> list[int]:

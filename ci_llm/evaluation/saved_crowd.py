@@ -30,7 +30,7 @@ from ci_llm.crowd.judging import Classes, Ranking, rank
 from ci_llm.crowd.metrics import Reader
 from ci_llm.crowd.objective import Preferences
 from ci_llm.crowd.pretrained import default_names, located
-from ci_llm.crowd.rewarding import RewardScorer
+from ci_llm.crowd.completions import RewardScorer
 from ci_llm.crowd.uncertainty import Calibration, fit
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.dealing import share
@@ -47,7 +47,6 @@ from ci_llm.evaluation.predictions import (
     sureness,
     sureness_of_answers,
 )
-from ci_llm.lora import reading
 from ci_llm.objectives import objective_of
 from ci_llm.objectives.grpo import Grpo
 from ci_llm.objectives.grpo.rewards import require_answers, rewards_of
@@ -246,33 +245,25 @@ def _answer(job: loading.Job, predictions: Predictions, progress: Progress) -> N
     batches = share(range(done, total), 0, 1, job.batch_size)
     progress("answering", done, total)
     answered = _answers_to(job, batches, job.config.aggregator)
-    of_base = _answers_to(job, batches, "probability", reading.NOBODY) if job.names else None
     for batch in batches:
-        ours = [*islice(answered, len(batch))]
-        bases = ours if of_base is None else islice(of_base, len(batch))
+        ours = bases = [*islice(answered, len(batch))]
+        if job.names:
+            with job.crowd.without_agents():
+                bases = [*_answers_to(job, [batch], "probability")]
         predictions.append([_row(job, *both) for both in zip(ours, bases, strict=True)])
         progress("answering", batch[-1] + 1, total)
 
 
 def _answers_to(
-    job: loading.Job, batches: Sequence[Sequence[int]], aggregator: str, agent: int | None = None
+    job: loading.Job, batches: Sequence[Sequence[int]], aggregator: str
 ) -> Iterator[scoring.Answers]:
-    return scoring.answer_questions(
-        job.crowd,
-        job.prompter,
-        job.questions,
-        batches,
-        job.config.answer_tokens(job.questions.longest),
-        aggregator,
-        agent=agent,
-        uncertainty=True,
-    )
+    longest = job.config.answer_tokens(job.questions.longest)
+    return scoring.answer_questions(job.crowd, job.prompter, job.questions, batches, longest, aggregator)
 
 
 def _row(job: loading.Job, answers: scoring.Answers, base: scoring.Answers) -> Row:
     """The line of one question in the predictions file. Free text is neither right nor wrong."""
     source, number, sure = job.tokenized.rows.numbers, answers.number, answers.uncertainty
-    assert sure is not None, "it was asked for"
     right = [*answers.right, base.right[0]]
     *agents, crowd, vote, of_base = right if job.judged_by == "exact_match" else [None] * len(right)
     count, canonical = len(job.names), job.tokenized.row_numbers[job.questions.rows[number]]

@@ -206,8 +206,7 @@ class AgentsJob(Job):
 
     def asked(self, crowd: CrowdModel) -> list[Request]:
         call, tokenizer = self.call, _prompter(crowd).tokenizer
-        wanted = generation.Wanted(call.decoding, include_agents=not call.votes)
-        requests = generation.requests_of(crowd, self.number, self.prompt, wanted)
+        requests = generation.requests_of(crowd, self.number, self.prompt, call.decoding, include_agents=True)
         self.texts = requests if call.votes else requests[1:]  # the crowd's own is another job's
         for request in self.texts:
             request.tag = self

@@ -121,7 +121,9 @@ def test_the_trial_accepts_a_rounding_difference_and_refuses_a_wrong_column(
     llama: Crowd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoder_module, "distance", lambda *_: 1.0)  # of some token, in bf16
+    monkeypatch.setattr(llama, "decodes", None)
     assert decoder_module.decodes(llama)
+    monkeypatch.setattr(llama, "decodes", None)
     extended = Columns.extended
 
     def shifted(columns: Columns, layer: int, start: int, *new: torch.Tensor) -> torch.Tensor:
