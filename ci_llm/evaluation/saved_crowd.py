@@ -25,12 +25,12 @@ from ci_llm.core.evaluation_file import NOBODY, Asked, Evaluation, Figure
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd import scoring
 from ci_llm.crowd.card import public_name
+from ci_llm.crowd.completions import RewardScorer
 from ci_llm.crowd.given_path import is_base, require_checkpoint
 from ci_llm.crowd.judging import Classes, Ranking, rank
 from ci_llm.crowd.metrics import Reader
 from ci_llm.crowd.objective import Preferences
 from ci_llm.crowd.pretrained import default_names, located
-from ci_llm.crowd.completions import RewardScorer
 from ci_llm.crowd.uncertainty import Calibration, fit
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.dealing import share
@@ -254,9 +254,7 @@ def _answer(job: loading.Job, predictions: Predictions, progress: Progress) -> N
         progress("answering", batch[-1] + 1, total)
 
 
-def _answers_to(
-    job: loading.Job, batches: Sequence[Sequence[int]], aggregator: str
-) -> Iterator[scoring.Answers]:
+def _answers_to(job: loading.Job, batches: Sequence[Sequence[int]], aggregator: str) -> Iterator[scoring.Answers]:
     longest = job.config.answer_tokens(job.questions.longest)
     return scoring.answer_questions(job.crowd, job.prompter, job.questions, batches, longest, aggregator)
 

@@ -156,4 +156,3 @@ def _find(name: str) -> tuple[Callable[..., Tensor], Vote | None]:
     if name in _OWN:
         return _OWN[name]
     return load_plugin(__name__, name, "aggregate"), load_plugin(__name__, name, "vote", None)
-
