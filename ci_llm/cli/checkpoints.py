@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     pushing = verb("push", _push, "send what a run's folder holds to a mirror, and heal what is damaged there")
     pushing.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run that does not run now")
     pushing.add_argument("url", metavar="URL", help="the mirror")
-    importing = verb("import", _import, "make one crowd of PEFT adapters, or of agents of the first CI-LLM")
+    importing = verb("import", _import, "make one crowd of PEFT adapters")
     importing.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help="a folder with one adapter or more")
     importing.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where; must not exist yet")
     importing.add_argument(

@@ -1,9 +1,7 @@
-"""Adapters as files: PEFT's folder is read and written, that of the first CI-LLM read, and llama.cpp's GGUF written.
+"""Adapters as files: PEFT's folder is read and written, and llama.cpp's GGUF written.
 
     adapter_config.json, adapter_model.safetensors     PEFT; or adapter_model.bin
     agent0/, agent1/, ...                              PEFT, one folder per agent
-    ci_llm_meta_config.json, agent<i>_weights.pth      the first CI-LLM: the files that its code names
-    ci_llm_meta_config.json, model.safetensors         the same: the whole model with the adapters, as it really saves
 
 No code is executed: a pickle is read with `weights_only=True`, which allows tensors and containers only.
 
@@ -18,10 +16,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -109,14 +106,9 @@ def settings_of(base: PreTrainedModel, agents: Sequence[Adapter]) -> LoraSetting
 
 # Reading
 
-WHOLE_MODEL = "model.safetensors"
-
-_TENSOR = re.compile(r".*\bbase_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<agent>\w+))?\.weight")
+_TENSOR = re.compile(r"base_model\.model\..+\.lora_[AB]\.weight")
 
 _FOLDER = re.compile(r"agent(\d+)")
-
-# If the name of one agent begins with that of another, older PEFT put tensors of agent10 into the files of agent1.
-_LEAKED = re.compile(r".*\.lora_[AB]\d+\.weight")
 
 # Keys of adapter_config.json that change what an adapter computes, with their values in plain LoRA (here: empty).
 _PLAIN: dict[str, Any] = {"peft_type": "LORA", "bias": "none"} | dict.fromkeys(
@@ -150,11 +142,9 @@ class External(Adapter):
 
     Attributes:
         source: the folder.
-        prompts: the form of prompts in its training, as far as it is known.
     """
 
     source: Path
-    prompts: Literal["chat", "text"] = "chat"
 
 
 def read_adapters(source: Path) -> list[External]:
@@ -177,15 +167,13 @@ def read_adapters(source: Path) -> list[External]:
 
 def _read_adapters(source: Path) -> list[External]:
     folders = [source] if (source / CONFIG).is_file() else _numbered(source)
-    if not folders and (source / META_FILE).is_file():
-        return _read_original(source)
     if not folders:
         raise ModelError(
             "there is no adapter here" if source.is_dir() else "there is no such folder",
             where=str(source),
             hint=f"this is the folder of a run: give {source / FINAL}"
             if _numbered(source / FINAL)
-            else f"give a folder that holds {CONFIG}, or agent0, agent1, ... that do, or {META_FILE}",
+            else f"give a folder that holds {CONFIG}, or agent0, agent1, ... that do",
         )
     return [_read_peft(folder) for folder in folders]
 
@@ -217,7 +205,7 @@ def _read_peft(folder: Path) -> External:
     if file is None:
         raise ModelError("the adapter has no weights", where=str(folder), hint="copy adapter_model.safetensors here")
     tensors = _read_tensors(file)
-    adapter = _external(config, tensors, folder, "chat")
+    adapter = _external(config, tensors, folder)
     other = sorted(name for name in tensors if name != SCORE and not _TENSOR.fullmatch(name))
     if other:
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
@@ -229,48 +217,8 @@ def _read_peft(folder: Path) -> External:
     return adapter
 
 
-def _read_original(source: Path) -> list[External]:
-    meta = _read_json(source / META_FILE)
-    count = meta.get("K_agents")
-    if not isinstance(count, int) or count < 1:
-        raise ModelError(
-            "the number of agents (K_agents) is missing or below 1", where=str(source / META_FILE), hint=_WHOLE
-        )
-    files = [source / f"agent{k}_weights.pth" for k in range(count)]
-    missing = [file.name for file in files if not file.is_file()]
-    plain = {key: value for key, value in meta.items() if key != "base_model_name_or_path"}  # a name of that machine
-    if not missing:
-        agents = [{n: t for n, t in _read_tensors(file).items() if not _LEAKED.fullmatch(n)} for file in files]
-    elif len(missing) == count and (source / WHOLE_MODEL).is_file():
-        agents = _agents_of(source / WHOLE_MODEL, count)
-    else:
-        raise ModelError(
-            f"weights of {len(missing)} of {count} agents are missing, the first is {missing[0]}",
-            where=str(source),
-            hint=f"copy them, or the {WHOLE_MODEL} that Accelerate saved, into this folder",
-        )
-    return [_external(plain, tensors, source, "text") for tensors in agents]
-
-
-def _agents_of(file: Path, count: int) -> list[dict[str, Tensor]]:
-    """The adapters in a file with the weights of a whole model, of which only their tensors are read."""
-    agents: list[dict[str, Tensor]] = [{} for _ in range(count)]
-    places = {f"agent{k}": agent for k, agent in enumerate(agents)}
-    try:
-        with safetensors.safe_open(file, "pt") as model:
-            for name in model.keys():  # noqa: SIM118 - safetensors' handle has keys() and is not iterable
-                match = _TENSOR.fullmatch(name)
-                if match and match["agent"] in places:
-                    places[match["agent"]][tensor_name(match["module"], match["side"])] = model.get_tensor(name)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise _unreadable(file, error) from error
-    return agents
-
-
-def _external(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Path, prompts: Literal["chat", "text"]
-) -> External:
-    found = External(config, tensors, source, prompts)
+def _external(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Path) -> External:
+    found = External(config, tensors, source)
     try:
         _ = found.rank, found.alpha, found.dropout
     except (KeyError, TypeError, ValueError) as error:

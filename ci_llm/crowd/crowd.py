@@ -292,7 +292,7 @@ class Crowd(CrowdModel):
     def stream(self, prompt: Prompt, **choices: Unpack[Choices]) -> Stream:
         """Answer one prompt piece by piece: `for piece in crowd.stream(prompt): print(piece, end="", flush=True)`.
 
-        The pieces together are the answer that `generate` gives. Votes, and the answers of bases that do not read packed
+        The pieces together are the answer that `generate` gives. Votes, and answers of bases that do not read packed
         rows, come in one piece. A loop that is left early, or `close()`, writes no further token.
 
         Args:

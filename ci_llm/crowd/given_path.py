@@ -46,9 +46,9 @@ def require_checkpoint(given: Path, where: str, *, final_first: bool = False) ->
     found = find_checkpoint(given, final_first=final_first)
     if found is None and (given / HOOKS_FOLDER / MANIFEST).is_file():
         found = given / HOOKS_FOLDER
-    if found is not None and ((found / MANIFEST).is_file() or not _is_original(found)):
+    if found is not None:
         return found
-    what, hint = _what_else(found or given)
+    what, hint = _what_else(given)
     raise BadInput(what, where=where, hint=hint)
 
 
@@ -65,14 +65,6 @@ def is_base(given: str) -> bool:
     return named or (folder / BASE_FILE).is_file() or (folder.exists() and gguf_file(str(folder)) is not None)
 
 
-def _is_original(folder: Path) -> bool:
-    """True if this is a checkpoint of the first CI-LLM, which did not write manifests."""
-    try:
-        return "K_agents" in json.loads((folder / META_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
-        return False
-
-
 def _best_of_sweep(folder: Path) -> Path | None:
     """The run that trained the best trial of a sweep last; None if no trial is scored."""
     try:
@@ -85,11 +77,6 @@ def _best_of_sweep(folder: Path) -> Path | None:
 
 def _what_else(folder: Path) -> tuple[str, str]:
     """A description of a path without a committed checkpoint, and a hint."""
-    if _is_original(folder):
-        return (
-            "this is a checkpoint of the first CI-LLM, which holds agents and no state to resume from",
-            f"ci-llm checkpoints import {folder} --to imported --base-model NAME; then train with init_from=imported",
-        )
     if (folder / CONFIG).is_file() or (folder / "agent0" / CONFIG).is_file():
         return (
             "these are PEFT adapters and not a checkpoint",

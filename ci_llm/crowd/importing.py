@@ -139,7 +139,7 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
     base = load_base(base_model or _base_name(adapters))
     crowd = Crowd(base.model, settings_of(base.model, adapters), base.name, base.pad_id)
     own = _tokenizer(adapters, base.tokenizer)
-    crowd.prompter = Prompter(own or base.tokenizer, adapters[0].prompts)
+    crowd.prompter = Prompter(own or base.tokenizer)
     for k, adapter in enumerate(adapters):
         crowd.agents[k].load_state_dict(adapter.tensors, str(adapter.source))
     write_crowd(

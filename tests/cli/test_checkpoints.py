@@ -14,8 +14,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoTokenizer
 
 from ci_llm.checkpoints.checkpoint import compare, load_checkpoint, write_checkpoint
@@ -368,45 +368,6 @@ def peft_folders(place: Path, count: int, **changes: Any) -> list[Path]:
     return folders
 
 
-class Original(nn.Module):
-    """The files of a model of the first CI-LLM."""
-
-    def __init__(self, agents: int, parallel: bool) -> None:
-        super().__init__()
-        base = embedded()
-        torch.manual_seed(0)
-        wrapped = peft.get_peft_model(base, lora(), adapter_name="agent0")
-        for k in range(1, agents):
-            wrapped.add_adapter(f"agent{k}", lora())
-        if parallel:
-            self.agent_peft_models = nn.ModuleList([wrapped] * agents)
-        else:
-            self.peft_model = wrapped
-
-    @property
-    def wrapped(self) -> Any:
-        return self.agent_peft_models[0] if hasattr(self, "agent_peft_models") else self.peft_model
-
-
-def original_folder(folder: Path, model: Original, agents: int, whole: bool) -> Path:
-    folder.mkdir()
-    meta = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": TARGETS, "bias": "none", "K_agents": agents}
-    (folder / "ci_llm_meta_config.json").write_text(json.dumps(meta))
-    if whole:
-        weights = {}
-        for name, tensor in model.state_dict().items():  # as Accelerate saves it, under DDP
-            weights.setdefault(tensor.data_ptr(), (f"module.{name}", tensor))
-        save_file(dict(weights.values()), folder / "model.safetensors")
-    else:
-        for k in range(agents):
-            weights = peft.get_peft_model_state_dict(model.wrapped, adapter_name=f"agent{k}")
-            if k == 1:  # as old versions of PEFT wrote it beside an agent10
-                name = next(iter(weights))
-                weights[name.replace(".weight", "0.weight")] = weights[name]
-            torch.save(weights, folder / f"agent{k}_weights.pth")
-    return folder
-
-
 def logits_of(crowd: Crowd, agent: int) -> Tensor:
     ids = torch.arange(5, 17)[None]
     with torch.no_grad(), crowd.eval().active_agent(agent) as model:
@@ -478,29 +439,6 @@ def test_the_suggested_command_that_trains_imported_agents_is_valid(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("parallel", "whole"), [(False, False), (True, True)], ids=["agent<i>_weights.pth", "model.safetensors"]
-)
-def test_agents_of_the_first_ci_llm_are_imported(
-    parallel: bool, whole: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = Original(3, parallel)
-    folder = original_folder(tmp_path / "old", model, 3, whole)
-    assert verb("import", folder, "--to", tmp_path / "crowd") == 2
-    assert "--base-model" in capsys.readouterr().err
-    assert verb("import", folder, "--to", tmp_path / "crowd", "--base-model", "embedded") == 0
-    crowd = Crowd.from_pretrained(tmp_path / "crowd", device="cpu")
-    assert crowd.settings.dropout == 0.1
-    assert crowd.prompter is not None
-    assert crowd.prompter.form == "text"
-    for k in range(3):
-        model.wrapped.set_adapter(f"agent{k}")
-        with torch.no_grad():
-            wanted = model.wrapped.eval()(input_ids=torch.arange(5, 17)[None]).logits
-        torch.testing.assert_close(logits_of(crowd, k), wanted)
-
-
-@pytest.mark.slow
 def test_weights_that_peft_saved_as_a_pickle_are_imported(tmp_path: Path) -> None:
     (folder,) = peft_folders(tmp_path, 1)
     weights = load_file(folder / "adapter_model.safetensors")
@@ -518,11 +456,12 @@ class Bomb:
 
 
 def test_a_pickle_that_executes_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = original_folder(tmp_path / "old", Original(2, False), 2, whole=False)
-    torch.save({"weights": Bomb()}, folder / "agent1_weights.pth")
+    (folder,) = peft_folders(tmp_path, 1)
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save({"weights": Bomb()}, folder / "adapter_model.bin")
     assert verb("import", folder, "--to", tmp_path / "crowd", "--base-model", "embedded") == 2
     said = capsys.readouterr().err
-    assert "agent1_weights.pth cannot be read" in said
+    assert "adapter_model.bin cannot be read" in said
     assert "it was executed" not in said
     assert not (tmp_path / "crowd").exists()
 
@@ -536,8 +475,6 @@ def test_folders_that_do_not_make_a_crowd_are_refused(tmp_path: Path, capsys: py
     gap = tmp_path / "gap"
     for k, folder in zip((0, 2), peft_folders(tmp_path / "two", 2), strict=True):
         shutil.move(folder, gap / f"agent{k}")
-    half = original_folder(tmp_path / "half", Original(2, False), 2, whole=False)
-    (half / "agent1_weights.pth").unlink()
     hollow = Path(shutil.copytree(one, tmp_path / "hollow"))
     (hollow / "adapter_model.safetensors").unlink()
     torn = Path(shutil.copytree(one, tmp_path / "torn"))
@@ -547,7 +484,6 @@ def test_folders_that_do_not_make_a_crowd_are_refused(tmp_path: Path, capsys: py
         ([dora], "use_dora: True"),
         ([pissa], "init_lora_weights: pissa, which changes the base"),
         ([gap], "agent1/adapter_config.json"),
-        ([half], "weights of 1 of 2 agents are missing, the first is agent1_weights.pth"),
         ([hollow], "no weights"),
         ([torn], "adapter_model.safetensors cannot be read"),
     ):

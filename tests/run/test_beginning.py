@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -275,12 +274,6 @@ def imported(folder: Path) -> Path:
     return folder
 
 
-def of_the_original(folder: Path) -> Path:
-    (folder / "checkpoint_step_50").mkdir(parents=True)
-    (folder / "checkpoint_step_50" / "ci_llm_meta_config.json").write_text(json.dumps({"K_agents": 2}))
-    return folder
-
-
 def an_adapter(folder: Path) -> Path:
     (folder / "agent0").mkdir(parents=True)
     (folder / "agent0" / "adapter_config.json").write_text("{}")
@@ -296,7 +289,6 @@ OTHERS = {
     of_another_loop: ("CheckpointManager of another loop", ".restore(4)"),
     of_the_hooks: ("an Accelerate loop with `register_hooks`", "accelerator.load_state("),
     imported: ("a crowd of imported adapters", "init_from="),
-    of_the_original: ("a checkpoint of the first CI-LLM", "ci-llm checkpoints import"),
     an_adapter: ("PEFT adapters", "init_from="),
     pruned: ("there is no checkpoint_step_1 in this run: it holds 2, 6", "for its newest"),
     lambda folder: folder: ("there is no checkpoint at this path", "RUN/final_checkpoint"),
