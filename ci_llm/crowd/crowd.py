@@ -210,28 +210,6 @@ class Crowd(CrowdModel):
         """
         return score_texts(self, texts, answers, spreads=spreads, abstain_below=abstain_below, batch_size=batch_size)
 
-    def disagreement(
-        self,
-        prompts: Prompt | Sequence[Prompt] | TokenBatch,
-        answers: str | Sequence[str] | None = None,
-        *,
-        batch_size: int = 16,
-    ) -> Tensor:
-        """The Jensen-Shannon divergence of the agents' distributions on given answers.
-
-        Args:
-            prompts: the same as for `log_probs`.
-            answers: the same as for `log_probs`. For the crowd's own answers, take `generate(..., details=True)`.
-            batch_size: rows at a time.
-
-        Returns:
-            [N], fp64, in nats: the mean over the tokens of each answer, from 0 (all agents are alike) to log K.
-
-        Raises:
-            BadInput, ModelError: as `log_probs`.
-        """
-        return scoring.disagreement(self, prompts, answers, batch_size)
-
     @overload
     def generate(
         self, prompts: TokenBatch, *, batch_size: int = ..., details: Literal[False] = ..., **choices: Unpack[Choices]

@@ -25,12 +25,12 @@ from ci_llm.core.evaluation_file import Asked, BaseScores, BestAgent, Difference
 from ci_llm.core.measures import JudgedBy, paired_interval
 from ci_llm.crowd.aggregators import aggregate, find_vote, majority
 from ci_llm.crowd.asking import TokenBatch, answered_rows, batches_of, is_tokens, require_writers, token_rows
-from ci_llm.crowd.generation import Wanted, generate_each, targets_of
+from ci_llm.crowd.generation import Wanted, generate_each
 from ci_llm.crowd.judging import Judged, judge
 from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import Decoding, ends_of_base, num_positions
-from ci_llm.crowd.uncertainty import Uncertainty, decompose, of_text, signals
+from ci_llm.crowd.uncertainty import Uncertainty, of_text, signals
 from ci_llm.data.batches import Batch, Packable
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompt, Prompter, last_answer, prompts_of
@@ -535,17 +535,6 @@ def log_probs(crowd: CrowdModel, asked: Given, answers: str | Sequence[str] | No
     scores = score(crowd, batches_of(_given_rows(crowd, asked, answers), batch_size), "probability")
     assert scores is not None, "nobody asks to stop"
     return -scores.nll
-
-
-def disagreement(crowd: CrowdModel, asked: Given, answers: str | Sequence[str] | None, batch_size: int) -> Tensor:
-    """The disagreement of the agents on given answers; see `Crowd.disagreement`."""
-    rows, found = _given_rows(crowd, asked, answers), []
-    with crowd.evaluating(), torch.no_grad():
-        for batch in batches_of(rows, batch_size):
-            apart = torch.cat([decompose(each)[2].double().cpu() for each, _ in targets_of(crowd, [batch])])
-            sums = torch.zeros(batch.num_rows, dtype=torch.float64).index_add_(0, batch.target_rows, apart)
-            found.append(sums / torch.bincount(batch.target_rows, minlength=batch.num_rows).clamp_min(1))
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
 
 
 def _given_rows(crowd: CrowdModel, asked: Given, answers: str | Sequence[str] | None) -> Sequence[Packable]:

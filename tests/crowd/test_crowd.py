@@ -60,7 +60,6 @@ def test_log_probs_are_those_of_the_base_with_each_agent(crowd: Crowd) -> None:
 def test_a_batch_of_tensors_is_scored_as_its_texts(crowd: Crowd, left: bool) -> None:
     batch = batch_of(crowd, left=left)
     torch.testing.assert_close(crowd.log_probs(batch), crowd.log_probs(PROMPTS, ANSWERS))
-    torch.testing.assert_close(crowd.disagreement(batch), crowd.disagreement(PROMPTS, ANSWERS))
 
 
 def test_without_labels_every_token_but_the_first_counts(crowd: Crowd) -> None:
@@ -70,17 +69,6 @@ def test_without_labels_every_token_but_the_first_counts(crowd: Crowd) -> None:
 
 
 ONE_EACH = [[-100, 6, -100, -100], [-100, -100, 7, -100], [-100, -100, -100, 8]]
-
-
-def test_equal_agents_do_not_disagree_and_others_do(crowd: Crowd) -> None:
-    found = crowd.disagreement(PROMPTS, ANSWERS)
-    assert found.shape == (2,)
-    assert bool((found > 1e-3).all() and (found <= math.log(K)).all())
-    alike = disturbed_crowd()
-    with torch.no_grad():
-        alike.storage.weights.copy_(alike.storage.weights[:1].expand_as(alike.storage.weights))
-    assert float(alike.disagreement(PROMPTS, ANSWERS).max()) < 1e-6
-    assert crowd.training is alike.training is False
 
 
 @pytest.mark.parametrize("left", [False, True], ids=["padded right", "padded left"])
