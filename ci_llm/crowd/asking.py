@@ -1,22 +1,19 @@
 """Prompts to answers, whole or piece by piece, each with how sure the crowd is of it.
 
-A prompt is a text, a chat, or a row of a batch of tensors.
+A prompt is a text or a chat.
 
-Legend: K agents, N rows of at most L tokens, T new tokens.
+Legend: K agents, T new tokens.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self, TypedDict, Unpack
 
-import numpy as np
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from ci_llm.crowd import generation
@@ -388,63 +385,7 @@ def _require_calibration(crowd: CrowdModel, aggregator: str) -> None:
         )
 
 
-# Batches of tensors, as a data collator of Transformers makes them
-
-TokenBatch = Tensor | Mapping[str, Tensor]
-_IGNORED = -100  # in labels, as everywhere
-
-
-def is_tokens(given: object) -> bool:
-    """True if these are token ids, as a tensor or a batch, and not texts."""
-    return isinstance(given, Tensor) or (isinstance(given, Mapping) and "input_ids" in given)
-
-
-def token_rows(batch: TokenBatch) -> list[Example]:
-    """The rows of a batch without their padding, for `pack`.
-
-    Args:
-        batch: ids [N, L]; or `input_ids` [N, L], with `attention_mask` [N, L] where rows are padded, at either end, and
-            `labels` [N, L], -100 where a token is not counted.
-
-    Raises:
-        BadInput: one of them is not a tensor, has another shape, or does not hold whole numbers.
-    """
-    given: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-    ids = given["input_ids"]
-    beside = [given[name] for name in ("attention_mask", "labels") if name in given]
-    is_batch = isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point()
-    if not is_batch or any(not isinstance(each, Tensor) or each.shape != ids.shape for each in beside):
-        raise BadInput(
-            "a batch is input_ids [N, L] of whole numbers, with attention_mask and labels of the same shape",
-            where=f"input_ids {list(ids.shape)}, {ids.dtype}" if isinstance(ids, Tensor) else "input_ids, a list",
-            hint='give tokenizer(texts, return_tensors="pt", padding=True)',
-        )
-    mask, labels = given.get("attention_mask", torch.ones_like(ids)), given.get("labels", ids)
-    found = []
-    for row, kept, label in zip(ids.cpu(), mask.bool().cpu(), labels.cpu(), strict=True):
-        if not kept.any():
-            raise BadInput("a row of the batch has no token", where="attention_mask", hint="leave the row out")
-        counted = (label[kept] != _IGNORED).numpy()
-        counted[:1] = False  # nothing comes before the first token
-        found.append(Example(row[kept].numpy().astype(np.int32), counted))
-    return found
-
-
-def continued(crowd: CrowdModel, batch: TokenBatch, options: Decoding, batch_size: int, *, details: bool) -> Tensor:
-    """The ids [N, T] that follow each row, without the end of the answer; short ones are padded by `pad_id`.
-
-    Raises:
-        BadInput: an option needs prompts as texts.
-    """
-    if details or options.stop_strings or options.abstain_below is not None:
-        only = "give prompts as texts for details, stop_strings and abstain_below"
-        raise BadInput("of a batch of tensors only token ids come back", where="Crowd.generate", hint=only)
-    rows = [row.input_ids.tolist() for row in token_rows(batch)]
-    if rows:
-        free_positions(crowd.model, rows)
-    found = generation.generate_each(crowd, enumerate(rows), generation.Wanted(options), batch_size)
-    ids = [torch.tensor(each.text, dtype=torch.long) for each in found]
-    return pad_sequence(ids, batch_first=True, padding_value=crowd.pad_id) if ids else torch.zeros(0, 0).long()
+# Answers that are given
 
 
 def answered_rows(crowd: CrowdModel, prompts: Sequence[Prompt], answers: str | Sequence[str]) -> list[Example]:

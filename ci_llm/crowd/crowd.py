@@ -13,7 +13,7 @@ from ci_llm.agents.as_peft import adapter_config, peft_model
 from ci_llm.base.load import fingerprint_of
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.crowd import asking, generation, route, scoring
-from ci_llm.crowd.asking import Answer, Choices, Stream, TokenBatch, options_of
+from ci_llm.crowd.asking import Answer, Choices, Stream, options_of
 from ci_llm.crowd.judging import TextScore, score_texts
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.pretrained import Pretrained, class_names, default_names, open_pretrained, write_crowd
@@ -160,27 +160,26 @@ class Crowd(CrowdModel):
 
     def log_probs(
         self,
-        prompts: Prompt | Sequence[Prompt] | TokenBatch,
-        answers: str | Sequence[str] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        answers: str | Sequence[str],
         *,
         batch_size: int = 16,
     ) -> Tensor:
         """The log-probabilities of given answers.
 
         Args:
-            prompts: N prompts as for `generate`; or a batch of tensors: `input_ids` [N, L], with `attention_mask`
-                [N, L] if rows are padded, and `labels` [N, L] if only a part of them counts (-100 elsewhere).
-            answers: N strings, formatted as in training, and their ends are counted; None with a batch of tensors.
+            prompts: N prompts as for `generate`.
+            answers: N strings, formatted as in training; their ends are counted.
             batch_size: rows at a time.
 
         Returns:
             [K + 1, N], fp64, in nats: the log-probability of each answer under every agent, and last under the crowd.
 
         Raises:
-            BadInput: there is not one answer for each prompt, or a tensor has another shape.
+            BadInput: there is not one answer for each prompt.
             ModelError: this crowd has no `prompter`.
         """
-        return scoring.log_probs(self, prompts, answers, batch_size)
+        return scoring.log_probs(self, prompts_of(prompts), answers, batch_size)
 
     def score(
         self,
@@ -212,10 +211,6 @@ class Crowd(CrowdModel):
 
     @overload
     def generate(
-        self, prompts: TokenBatch, *, batch_size: int = ..., details: Literal[False] = ..., **choices: Unpack[Choices]
-    ) -> Tensor: ...
-    @overload
-    def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
@@ -234,17 +229,16 @@ class Crowd(CrowdModel):
     ) -> list[Answer]: ...
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt] | TokenBatch,
+        prompts: Prompt | Sequence[Prompt],
         *,
         details: bool = False,
         batch_size: int = 16,
         **choices: Unpack[Choices],
-    ) -> list[str] | list[Answer] | Tensor:
+    ) -> list[str] | list[Answer]:
         """Answer each prompt. Every token is chosen from the aggregated distribution of all agents.
 
         Args:
-            prompts: a string or a chat (messages with "role" and "content"), or a list of them, worded as in training;
-                or a batch of tensors: `input_ids` [N, L], with `attention_mask` [N, L] where rows are padded.
+            prompts: a string or a chat (messages with "role" and "content"), or a list of them, worded as in training.
             details: also say how sure the crowd is, and let each agent answer alone.
             batch_size: prompts answered at a time; the memory for keys and values grows with it.
             **choices: options, with the defaults of `ci_llm.crowd.next_token.Decoding`: `max_new_tokens` (256),
@@ -253,18 +247,14 @@ class Crowd(CrowdModel):
                 taken, and without a seed each call takes another one.
 
         Returns:
-            one answer per prompt, in order: a string, or with `details` a `ci_llm.crowd.asking.Answer`. For a batch of
-            tensors the ids that follow each row, [N, T], padded by `pad_id`.
+            one answer per prompt, in order: a string, or with `details` a `ci_llm.crowd.asking.Answer`.
 
         Raises:
             ModelError: this crowd has no `prompter`; `from_pretrained` gives it one.
             BadInput: a value is out of range, or a prompt cannot be used.
         """
         options = options_of(self, **choices)
-        if asking.is_tokens(prompts):
-            return asking.continued(self, prompts, options, batch_size, details=details)  # type: ignore[arg-type]
-        asked = prompts_of(prompts)  # type: ignore[arg-type]
-        found = asking.answers(self, asked, options, batch_size, include_agents=details)
+        found = asking.answers(self, prompts_of(prompts), options, batch_size, include_agents=details)
         return [*found] if details else ["" if answer.abstained else answer.answer for answer in found]
 
     def stream(self, prompt: Prompt, **choices: Unpack[Choices]) -> Stream:

@@ -24,18 +24,17 @@ from torch import Tensor
 from ci_llm.core.evaluation_file import Asked, BaseScores, BestAgent, Difference, Figure, TeacherForced
 from ci_llm.core.measures import JudgedBy, paired_interval
 from ci_llm.crowd.aggregators import aggregate, find_vote, majority
-from ci_llm.crowd.asking import TokenBatch, answered_rows, batches_of, is_tokens, require_writers, token_rows
+from ci_llm.crowd.asking import answered_rows, batches_of, require_writers
 from ci_llm.crowd.generation import Wanted, generate_each
 from ci_llm.crowd.judging import Judged, judge
 from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import Decoding, ends_of_base, num_positions
 from ci_llm.crowd.uncertainty import Uncertainty, of_text, signals
-from ci_llm.data.batches import Batch, Packable
+from ci_llm.data.batches import Batch
 from ci_llm.data.encoder import Example
-from ci_llm.data.prompts import Prompt, Prompter, last_answer, prompts_of
+from ci_llm.data.prompts import Prompt, Prompter, last_answer
 from ci_llm.data.units import Unit
-from ci_llm.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -526,21 +525,10 @@ def parts_of_rows(scores: Scores, answers: AnswerScores | None) -> dict[str, tup
 
 # Answers that are given
 
-#: Prompts of answers that are given: texts, or a batch of tensors that has the answers as well.
-Given = Prompt | Sequence[Prompt] | TokenBatch
 
-
-def log_probs(crowd: CrowdModel, asked: Given, answers: str | Sequence[str] | None, batch_size: int) -> Tensor:
+def log_probs(crowd: CrowdModel, prompts: Sequence[Prompt], answers: str | Sequence[str], batch_size: int) -> Tensor:
     """The log-probabilities of given answers; see `Crowd.log_probs`."""
-    scores = score(crowd, batches_of(_given_rows(crowd, asked, answers), batch_size), "probability")
+    require_writers(crowd)
+    scores = score(crowd, batches_of(answered_rows(crowd, prompts, answers), batch_size), "probability")
     assert scores is not None, "nobody asks to stop"
     return -scores.nll
-
-
-def _given_rows(crowd: CrowdModel, asked: Given, answers: str | Sequence[str] | None) -> Sequence[Packable]:
-    require_writers(crowd)
-    if is_tokens(asked):
-        if answers is not None:
-            raise BadInput("a batch of tensors has its answers in labels", where="answers", hint="leave answers out")
-        return token_rows(asked)  # type: ignore[arg-type]
-    return answered_rows(crowd, prompts_of(asked), answers or [])  # type: ignore[arg-type]

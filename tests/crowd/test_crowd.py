@@ -1,4 +1,4 @@
-"""What `Crowd` says of given answers and of batches of tensors, and an agent of it as a plain PEFT model."""
+"""What `Crowd` says of given answers, and an agent of it as a plain PEFT model."""
 
 from __future__ import annotations
 
@@ -21,20 +21,6 @@ def crowd() -> Crowd:
     return disturbed_crowd()
 
 
-def batch_of(crowd: Crowd, *, left: bool) -> dict[str, torch.Tensor]:
-    """The prompts with their answers as a collator makes them, padded at one end."""
-    assert crowd.prompter is not None
-    rows = [crowd.prompter.row(*pair) for pair in zip(PROMPTS, ANSWERS, strict=True)]
-    longest = max(len(row.input_ids) for row in rows)
-    batch = {name: torch.zeros(2, longest, dtype=torch.long) for name in ("input_ids", "attention_mask", "labels")}
-    for n, row in enumerate(rows):
-        place = slice(longest - len(row.input_ids), longest) if left else slice(len(row.input_ids))
-        ids = torch.from_numpy(row.input_ids).long()
-        batch["input_ids"][n, place], batch["attention_mask"][n, place] = ids, 1
-        batch["labels"][n, place] = torch.where(torch.from_numpy(row.supervised), ids, -100)
-    return batch
-
-
 def by_hand(crowd: Crowd, agent: int, n: int) -> torch.Tensor:
     """The nats of each token of an answer and its end, from the logits of the model's own forward pass."""
     assert crowd.prompter is not None
@@ -54,38 +40,6 @@ def test_log_probs_are_those_of_the_base_with_each_agent(crowd: Crowd) -> None:
         torch.testing.assert_close(found[:, n], torch.cat([each, together[None]]).sum(1), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(crowd.log_probs(PROMPTS[0], ANSWERS[0]), found[:, :1], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(crowd.log_probs(PROMPTS, ANSWERS, batch_size=1), found, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("left", [False, True], ids=["padded right", "padded left"])
-def test_a_batch_of_tensors_is_scored_as_its_texts(crowd: Crowd, left: bool) -> None:
-    batch = batch_of(crowd, left=left)
-    torch.testing.assert_close(crowd.log_probs(batch), crowd.log_probs(PROMPTS, ANSWERS))
-
-
-def test_without_labels_every_token_but_the_first_counts(crowd: Crowd) -> None:
-    ids = torch.tensor([[5, 6, 7, 8]])
-    parts = [crowd.log_probs({"input_ids": ids, "labels": torch.tensor([mark])}) for mark in ONE_EACH]
-    torch.testing.assert_close(crowd.log_probs(ids)[:K], torch.stack(parts).sum(0)[:K], rtol=1e-5, atol=1e-5)
-
-
-ONE_EACH = [[-100, 6, -100, -100], [-100, -100, 7, -100], [-100, -100, -100, 8]]
-
-
-@pytest.mark.parametrize("left", [False, True], ids=["padded right", "padded left"])
-def test_a_batch_of_tensors_is_continued_as_its_texts(crowd: Crowd, left: bool) -> None:
-    assert crowd.prompter is not None
-    rows = [crowd.prompter.ids(prompt) for prompt in PROMPTS]
-    longest = max(map(len, rows))
-    pads = [[0] * (longest - len(row)) for row in rows]
-    ids = torch.tensor([pad + row if left else row + pad for row, pad in zip(rows, pads, strict=True)])
-    mask = torch.tensor(
-        [[0] * len(p) + [1] * len(r) if left else [1] * len(r) + [0] * len(p) for r, p in zip(rows, pads, strict=True)]
-    )
-    found = crowd.generate({"input_ids": ids, "attention_mask": mask}, max_new_tokens=6, batch_size=1)
-    assert isinstance(found, torch.Tensor)
-    texts = [crowd.prompter.text(row[row != crowd.pad_id].tolist()) for row in found]
-    assert texts == crowd.generate(PROMPTS, max_new_tokens=6, batch_size=1)
-    assert any(texts)
 
 
 def test_an_agent_is_a_plain_peft_model_that_answers_alone(crowd: Crowd, tmp_path: Path) -> None:
