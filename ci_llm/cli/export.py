@@ -153,13 +153,12 @@ def push(words: Sequence[str]) -> int:
         SystemExit: with 0, after `--help`.
     """
     call = _push_parser().parse_args(words)
-    merge = merge_of(call.merge) if call.merge else None
     if not call.to.startswith("hub:"):
         raise BadInput("a run is published on the hub", where=f"--to {call.to}", hint="--to hub:user/name")
     with importing():
         from ci_llm.crowd.publishing import publish
 
-    done = publish(call.run, call.to, private=not call.public, merge=merge)
+    done = publish(call.run, call.to, private=not call.public)
     lines = [f"{done.url}: {done.files} files, {'private' if done.private else 'public'}"]
     lines.append(f"sent: {', '.join(done.sent)}")
     if done.shortened:
@@ -174,6 +173,5 @@ def _push_parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run that is complete")
     parser.add_argument("--to", required=True, metavar="hub:USER/NAME", help="the repository; made if there is none")
     parser.add_argument("--public", action="store_true", help="make a repository that everybody can see")
-    parser.add_argument("--merge", metavar="HOW", help="also one adapter made of all agents, as in ci-llm export")
     add_json(parser)
     return parser

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ci_llm.checkpoints.layout import FINAL
 from ci_llm.checkpoints.manifest import MANIFEST, FileImage, Manifest, read_manifest, verify_folder
@@ -29,14 +29,9 @@ from ci_llm.crowd.given_path import require_checkpoint
 from ci_llm.crowd.pretrained import FILES, weights_fingerprint
 from ci_llm.errors import BadInput, CheckpointError, first_line
 
-if TYPE_CHECKING:
-    from ci_llm.crowd.merging import Merge
-
 PREFIX: Final = "hub:"
+#: The files that a push sends, and replaces.
 PUBLISHED: Final = (*FILES, "README.md", "agent*/tokenizer*", "agent*/chat_template.jinja")
-MERGED: Final = "merged"
-#: The files that a push replaces.
-REPLACED: Final = (*PUBLISHED, f"{MERGED}/*")
 #: Fields of files that name a base, data or a template, and those that say where something lies.
 NAMES: Final = frozenset(
     {"model_name", "dataset_name", "eval_dataset_name", "chat_template", "imported_from"}
@@ -66,13 +61,12 @@ class Publication:
     shortened: tuple[str, ...] = ()
 
 
-def publish(run: Path, to: str | None, *, private: bool = True, merge: Merge | None = None) -> Publication:
+def publish(run: Path, to: str | None, *, private: bool = True) -> Publication:
     """Publish the `final_checkpoint` of a run; call it again if it was interrupted.
 
     Args:
         to: `user/name`, or `name` for a repository of one's own; None takes the name of the run's folder.
         private: make a new repository private; an existing one stays as it is.
-        merge: a merge of all agents to publish beside them in the folder `merged`.
 
     Raises:
         BadInput: there is no final checkpoint, no login, or the hub refuses.
@@ -88,8 +82,6 @@ def publish(run: Path, to: str | None, *, private: bool = True, merge: Merge | N
         raise CheckpointError(f"the hub cannot be reached: {why}", where=to or run.name, hint="call it again later")
     hub, asked, manifest = HfApi(library_name="ci-llm"), _asked_for(run, to), read_manifest(folder)
     with TemporaryDirectory() as scratch:
-        if merge is not None:
-            _write_merged(run, merge, Path(scratch, MERGED))
         for path in (path for pattern in PUBLISHED for path in folder.glob(pattern)):
             link = Path(scratch, path.relative_to(folder))
             link.parent.mkdir(exist_ok=True)
@@ -102,7 +94,7 @@ def publish(run: Path, to: str | None, *, private: bool = True, merge: Merge | N
                 repo_id=made,
                 folder_path=scratch,
                 commit_message=f"{run.resolve().name}, step {manifest.step}",
-                delete_patterns=[*REPLACED],
+                delete_patterns=[*PUBLISHED],
             )
             private = bool(hub.repo_info(made).private)
     done = Publication(made, f"{hub.endpoint}/{made}", private, len(sent), sent, shortened)
@@ -174,13 +166,6 @@ def _public(value: Any, key: str = "") -> Any:
     if key in PLACES:
         return FIELDS[key].default
     return ",".join(map(public_name, value.split(","))) if key in NAMES else value
-
-
-def _write_merged(run: Path, merge: Merge, target: Path) -> None:
-    from ci_llm.crowd.exporting import prepare
-
-    prepared = prepare(str(run), merge=merge)
-    prepared.write(target, prepared.scores() if prepared.can_be_scored else None)
 
 
 @contextmanager

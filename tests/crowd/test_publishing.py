@@ -23,7 +23,6 @@ from ci_llm.config.schema import AllKeys
 from ci_llm.crowd import publishing
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.exporting import prepare
-from ci_llm.crowd.merging import merge_of
 from ci_llm.errors import CheckpointError
 from ci_llm.run.end.result import push_result
 from tests.crowd.hub_server import TOKEN, HubServer
@@ -139,13 +138,13 @@ def test_a_push_that_the_hub_refused_can_be_called_again(run: Path, hub: HubServ
 
 @pytest.mark.slow
 def test_a_later_push_deletes_only_files_that_this_crowd_no_longer_has(run: Path, hub: HubServer) -> None:
-    publishing.publish(run, "hub:user/twice", merge=merge_of("svd"))
+    publishing.publish(run, "hub:user/twice")
     files = hub.files["user/twice"]
     own = {"LICENSE": b"mine", "agent0/notes.md": b"mine", "docs/README.md": b"mine"}
     former = {f"agent{K}/adapter_model.safetensors": b"of a larger crowd", "calibration.json": b"of another one"}
     files |= own | former
     publishing.publish(run, "hub:user/twice")
-    assert not [name for name in files if name in former or name.startswith("merged/")]
+    assert not [name for name in files if name in former]
     assert own.items() <= files.items()
     assert f"agent{K - 1}/adapter_model.safetensors" in files
     assert len(hub.commits) == 2, "what goes and what comes is one commit"
@@ -192,6 +191,6 @@ def test_a_push_that_failed_is_tried_again_and_one_that_arrived_is_not(
     assert hub.commits == [f"again, step {STEP}"]
     main(["status", str(folder)])
     assert f"hub: step {STEP} is published in {hub.address}/me/again" in capsys.readouterr().out
-    publishing.publish(folder, "hub:user/byhand", merge=merge_of("svd"))
+    publishing.publish(folder, "hub:user/byhand")
     push_result(config.model_copy(update={"hub_model_id": "user/byhand"}), main_process)
-    assert "merged/adapter_config.json" in hub.files["user/byhand"], "what was pushed by hand stays"
+    assert len(hub.commits) == 2, "what was pushed by hand is not pushed again"
