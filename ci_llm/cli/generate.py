@@ -81,7 +81,6 @@ def score(words: Sequence[str]) -> int:
     option("texts", nargs="*", default=[], metavar="TEXT", help="a text; - alone reads them from standard input")
     option("--file", metavar="F", help="one text per line, or rows: text, or messages, or a prompt with its answer")
     option("--batch-size", type=at_least(1), default=16, metavar="N", help="texts scored at a time (16)")
-    option("--spreads", type=float, default=1.0, metavar="C", help="lower is the mean minus C standard deviations (1)")
     option("--abstain-below", type=probability, metavar="P", help="give no class that is less probable")
     option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
     option("--json", action="store_true", help="one JSON object per text, a line each")
@@ -93,7 +92,7 @@ def score(words: Sequence[str]) -> int:
     if isinstance(texts[0], tuple):
         texts, answers = map(list, zip(*texts, strict=True))
     crowd, _ = asking.open_run(call.run, call.base_model)
-    how: dict[str, Any] = {"spreads": call.spreads, "abstain_below": call.abstain_below, "batch_size": call.batch_size}
+    how: dict[str, Any] = {"abstain_below": call.abstain_below, "batch_size": call.batch_size}
     for text, answer, found in zip(texts, answers or texts, crowd.score(texts, answers, **how), strict=True):
         if call.json:
             named = {"text": text} if answers is None else {"prompt": text, "answer": answer}

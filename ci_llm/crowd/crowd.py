@@ -186,7 +186,6 @@ class Crowd(CrowdModel):
         texts: Prompt | Sequence[Prompt],
         answers: str | Sequence[str] | None = None,
         *,
-        spreads: float = 1.0,
         abstain_below: float | None = None,
         batch_size: int = 16,
     ) -> list[TextScore]:
@@ -195,7 +194,6 @@ class Crowd(CrowdModel):
         Args:
             texts: a text or a chat, or a list of N of them; with `answers` the prompts.
             answers: N answers to these prompts, for heads that give rewards.
-            spreads: `lower` is the mean minus this many standard deviations of the agents.
             abstain_below: a class that is less probable is marked as `abstained`; for heads of classes.
             batch_size: texts at a time.
 
@@ -207,7 +205,7 @@ class Crowd(CrowdModel):
             ModelError: these agents have no heads, or the crowd has no `prompter`.
             BadInput: there is not one answer for each prompt, or a text cannot be used.
         """
-        return score_texts(self, texts, answers, spreads=spreads, abstain_below=abstain_below, batch_size=batch_size)
+        return score_texts(self, texts, answers, abstain_below=abstain_below, batch_size=batch_size)
 
     @overload
     def generate(

@@ -332,7 +332,7 @@ class TextScore:
         scores: [K] every agent's reward or number, or for classes its probability of `label`.
         mean: the mean of `scores`. For rewards, only differences between answers to one prompt have a meaning.
         std: the agents' sample standard deviation; 0 for one agent.
-        lower: mean - c · std.
+        lower: mean - std.
         label: the most probable class by the mean of the agents; None where there are no classes.
         probabilities: the agents' mean probability of every class by its name, at the temperature of the crowd's
             calibration if it has one.
@@ -353,7 +353,6 @@ def score_texts(
     texts: Prompt | Sequence[Prompt],
     answers: str | Sequence[str] | None = None,
     *,
-    spreads: float = 1.0,
     abstain_below: float | None = None,
     batch_size: int = 16,
 ) -> list[TextScore]:
@@ -362,7 +361,7 @@ def score_texts(
         what = "abstain_below is a probability of a class, and these heads give one number"
         raise BadInput(what, where="Crowd.score", hint="leave it out; `lower` says how sure the agents are")
     found = head_outputs(crowd, texts, answers, batch_size)
-    return [_score(crowd, own, spreads, abstain_below) for own in found.unbind(1)]
+    return [_score(crowd, own, abstain_below) for own in found.unbind(1)]
 
 
 @torch.no_grad()
@@ -405,7 +404,7 @@ def _read_by_heads(
     return [without_end(row, pad) for row in found]
 
 
-def _score(crowd: CrowdModel, outputs: Tensor, spreads: float, abstain_below: float | None) -> TextScore:
+def _score(crowd: CrowdModel, outputs: Tensor, abstain_below: float | None) -> TextScore:
     """The score of one text from the numbers [K, n] of the heads."""
     about_classes: dict[str, Any] = {}
     scores = outputs[:, 0]
@@ -419,4 +418,4 @@ def _score(crowd: CrowdModel, outputs: Tensor, spreads: float, abstain_below: fl
         about_classes = {"label": label, "probabilities": probabilities, "abstained": abstained}
     values = tuple(scores.tolist())
     mean, std = fmean(values), stdev(values) if len(values) > 1 else 0.0
-    return TextScore(values, mean, std, mean - spreads * std, **about_classes)
+    return TextScore(values, mean, std, mean - std, **about_classes)

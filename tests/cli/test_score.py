@@ -84,9 +84,9 @@ def test_answers_are_scored_beside_their_prompts(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "2 + 2?\\n", "chosen": "4", "rejected": "5"}\n')
-    [found] = objects(capsys, folders["reward"], "--file", tmp_path / "rows.jsonl", "--spreads", 2)
+    [found] = objects(capsys, folders["reward"], "--file", tmp_path / "rows.jsonl")
     assert (found["prompt"], found["answer"]) == ("2 + 2?\n", "4")
-    [wanted] = Crowd.from_pretrained(folders["reward"]).score("2 + 2?\n", "4", spreads=2)
+    [wanted] = Crowd.from_pretrained(folders["reward"]).score("2 + 2?\n", "4")
     assert found["lower"] == wanted.lower
     assert {*found} == {"prompt", "answer", "scores", "mean", "std", "lower"}, "rewards have no classes"
     code, _, said = called(capsys, "score", folders["classes"], "--file", tmp_path / "rows.jsonl")

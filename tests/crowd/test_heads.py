@@ -316,11 +316,11 @@ def test_a_temperature_is_applied_in_scores_and_exports(tmp_path: Path) -> None:
 
 def test_rewards_are_of_answers(tmp_path: Path) -> None:
     crowd = saved(tmp_path / "crowd", (), reads_pairs=True)
-    apart = crowd.score(["2 + 2?\n", "2 + 3?\n"], ["4", "5"], spreads=2, batch_size=1)
+    apart = crowd.score(["2 + 2?\n", "2 + 3?\n"], ["4", "5"], batch_size=1)
     whole = Crowd.from_pretrained(tmp_path / "crowd").score(["2 + 2?\n4", "2 + 3?\n5"])
     for one, other in zip(apart, whole, strict=True):
         assert one.scores == pytest.approx(other.scores)
-    assert apart[0].lower == pytest.approx(apart[0].mean - 2 * apart[0].std)
+    assert apart[0].lower == pytest.approx(apart[0].mean - apart[0].std)
     assert apart[0].label is None
     crowd.prompter.form = "chat"  # type: ignore[union-attr]
     [chat] = crowd.score([{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}])
