@@ -149,8 +149,6 @@ class Sureness:
 
     Attributes:
         rows, right: the number of answers, and of right ones.
-        calibration_error_by_chance: the error that true probabilities of these values have on average.
-        coverage: a share of the answers, the surest ones; `exact_match_at_coverage` is the share of right ones there.
     """
 
     by: str
@@ -158,9 +156,6 @@ class Sureness:
     right: int
     auroc: float | None
     calibration_error: float
-    calibration_error_by_chance: float
-    coverage: float
-    exact_match_at_coverage: float
     abstention: Abstention | None = None
 
 

@@ -187,23 +187,8 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-COVERAGE: Final = 0.8
-DRAWS: Final = 200
 #: Right answers, and as many wrong ones, below which people are shown no AUROC.
 LEAST_OF_EACH: Final = 10
-
-
-def honest_error(probabilities: ArrayLike) -> float:
-    """The calibration error, on average over draws, of answers that are right with exactly these probabilities."""
-    p, generator = np.asarray(probabilities, float), np.random.default_rng(0)
-    return float(np.mean([calibration_error(p, generator.random(len(p)) < p) for _ in range(DRAWS)]))
-
-
-def at_coverage(sure: ArrayLike, right: ArrayLike) -> float:
-    """The share of right answers among the surest answers, which are a share of `COVERAGE` of all."""
-    numbers, is_right = np.asarray(sure, float), np.asarray(right, float)
-    kept = np.argsort(-numbers, kind="stable")[: max(1, round(COVERAGE * len(numbers)))]
-    return float(is_right[kept].mean())
 
 
 def sureness_of_answers(
@@ -245,9 +230,6 @@ def sureness(
         right=int(is_right.sum()),
         auroc=auroc(order, is_right),
         calibration_error=calibration_error(p, is_right),
-        calibration_error_by_chance=honest_error(p),
-        coverage=COVERAGE,
-        exact_match_at_coverage=at_coverage(order, is_right),
         abstention=abstention,
     )
 
@@ -257,11 +239,7 @@ def sureness_lines(sure: Sureness) -> Iterator[str]:
     right, wrong = sure.right, sure.rows - sure.right
     are_few = sure.auroc is None or min(right, wrong) < LEAST_OF_EACH
     area = f"no AUROC below {LEAST_OF_EACH} of each" if are_few else f"{sure.auroc:.3f} AUROC of wrong answers"
-    yield (
-        f"{sure.by}, {right} right and {wrong} wrong: {area}, {sure.calibration_error:.3f} calibration error"
-        f" ({sure.calibration_error_by_chance:.3f} by chance alone),"
-        f" {sure.exact_match_at_coverage:.3f} right of the surest {sure.coverage:.0%}"
-    )
+    yield (f"{sure.by}, {right} right and {wrong} wrong: {area}, {sure.calibration_error:.3f} calibration error")
     if found := sure.abstention:
         told = "none" if found.exact_match is None else f"{found.exact_match:.3f} of them right"
         yield f"answers of at least {found.below:g}: {found.answered:.0%} of the rows, {told}"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ci_llm.core.evaluation_file import Abstention
 from ci_llm.crowd.judging import auroc, calibration_error
 from ci_llm.crowd.uncertainty import Calibration, Logistic
-from ci_llm.evaluation.predictions import at_coverage, honest_error, sureness_lines, sureness_of_answers
+from ci_llm.evaluation.predictions import sureness_lines, sureness_of_answers
 from ci_llm.evaluation.saved_crowd import failed_rows
 
 #: Right with the probability that the first signal is.
@@ -37,23 +36,10 @@ def test_the_calibration_error_is_the_distance_of_bins() -> None:
     assert calibration_error([0.95, 0.95, 0.15, 0.15], [True, False, True, False]) == pytest.approx(0.4)
 
 
-def test_true_probabilities_have_an_error_by_chance() -> None:
-    p = np.random.default_rng(1).random(400)
-    assert honest_error(p) == honest_error(p)
-    assert 0.01 < honest_error(p) < 0.1
-    assert honest_error(np.repeat(p, 25)) < honest_error(p) / 3, "it falls with the number of answers"
-    assert honest_error([1.0, 0.0]) == 0
-
-
-def test_the_surest_answers_are_kept() -> None:
-    assert at_coverage([0.9, 0.8, 0.7, 0.6, 0.1], [True, True, True, False, False]) == 0.75
-    assert at_coverage([0.1], [True]) == 1
-
-
 def test_the_record_of_answers() -> None:
     rows = [row(0.9, True, [True, False]), row(0.2, False, [False, False])]
     plain = sureness_of_answers(rows, None, "probability", abstain_below=0.5)
-    assert (plain.by, plain.auroc, plain.exact_match_at_coverage) == ("confidence", 1, 0.5)
+    assert (plain.by, plain.auroc) == ("confidence", 1)
     assert (plain.rows, plain.right) == (2, 1)
     assert plain.abstention == Abstention(0.5, 0.5, 1.0)
     none = sureness_of_answers(rows, None, "probability", abstain_below=0.95)
@@ -75,7 +61,7 @@ def test_long_answers_are_ranked_by_their_signal_where_confidence_underflows() -
     wrong = [row(0.0, False, [False], signal=-30.0 - number) for number in range(3)]
     right = [row(0.0, True, [True], signal=-20.0 - number) for number in range(7)]
     found = sureness_of_answers([*wrong, *right], None, "probability")
-    assert (found.auroc, found.exact_match_at_coverage) == (1, 7 / 8)
+    assert found.auroc == 1
     assert failed_rows([wrong[1], right[0], wrong[2], wrong[0]]) == wrong
 
 
