@@ -1,8 +1,12 @@
-"""The public class `Crowd`: the module of K agents with what users do with it, to open, ask and save it."""
+"""The public class `Crowd`: the module of K agents with what users do with it, to open, ask and save it.
+
+The state of a crowd in a checkpoint (`state_of`) is the same in those of a run and in what the hooks of Accelerate
+write. What they hold beside it, such as moments and the position in the data, is that of their loops.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -12,14 +16,17 @@ from torch import Tensor
 from ci_llm.agents.as_peft import adapter_config, peft_model
 from ci_llm.base.load import fingerprint_of
 from ci_llm.base.quantized import stored_quantization
+from ci_llm.config.own_keys import SHAPE_KEYS
 from ci_llm.crowd import asking, generation, route, scoring
 from ci_llm.crowd.asking import Answer, Choices, Stream, options_of
+from ci_llm.crowd.given_path import META
 from ci_llm.crowd.judging import TextScore, score_texts
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.pretrained import Pretrained, class_names, default_names, open_pretrained, write_crowd
 from ci_llm.data.prompts import Prompt, prompts_of, tokenizer_files
 from ci_llm.distributed.precision import DTYPES
 from ci_llm.errors import ModelError
+from ci_llm.lora.settings import FIELD_OF_KEY, LoraSettings
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -274,3 +281,35 @@ class Crowd(CrowdModel):
         return asking.stream(self, prompt, options_of(self, **choices))
 
     generate_ids = generation.generate_ids
+
+
+def state_of(crowd: Crowd, fingerprint: str, **facts: Any) -> dict[str, Any]:
+    """Every agent in PEFT's layout, and the description of the crowd under META.
+
+    Args:
+        fingerprint: the fingerprint of the base, see `fingerprint_of`.
+        facts: further facts for the description.
+    """
+    return {**crowd.adapter_files(), META: crowd.meta(fingerprint) | facts}
+
+
+def shape_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The number and the shapes of the agents of a state, by the names of keys: a crowd takes no state of others."""
+    lora = LoraSettings.from_dict(state[META]["lora"])
+    return {
+        "num_agents": state[META]["num_agents"],
+        **{key: lora.common_or_list(FIELD_OF_KEY[key]) for key in SHAPE_KEYS},
+    }
+
+
+def load_state(crowd: Crowd, state: Mapping[str, Any], where: str) -> None:
+    """Give the agents their weights.
+
+    Args:
+        where: the checkpoint, for the error.
+
+    Raises:
+        ForeignCheckpoint: names or shapes of tensors differ.
+    """
+    for agent in crowd.agents:
+        agent.load_state_dict(state[f"{agent.name}/adapter_model"], where)

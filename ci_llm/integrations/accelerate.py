@@ -39,9 +39,8 @@ from ci_llm.base.load import fingerprint_of
 from ci_llm.checkpoints.checkpoint import load_checkpoint, write_checkpoint
 from ci_llm.checkpoints.manifest import MANIFEST, read_manifest, verify_folder
 from ci_llm.core import determinism
-from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.crowd import Crowd, load_state, shape_of, state_of
 from ci_llm.crowd.given_path import HOOKS_FOLDER, META
-from ci_llm.crowd.state import load_state, shape_of, state_of
 from ci_llm.data.stateful_sampler import StatefulSampler
 from ci_llm.distributed.side_channel import SideChannel, TorchProcessGroup, run_collectively
 from ci_llm.errors import CheckpointError, ConfigError

@@ -29,10 +29,9 @@ from ci_llm.config.schema import with_trait
 from ci_llm.core import determinism
 from ci_llm.core.numerics import differences
 from ci_llm.core.remote import is_url
-from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.crowd import Crowd, load_state, shape_of, state_of
 from ci_llm.crowd.given_path import META, require_checkpoint, require_run
 from ci_llm.crowd.importing import fingerprint_of_start
-from ci_llm.crowd.state import load_state, shape_of, state_of
 from ci_llm.data.agent_rows import fingerprint_of
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
