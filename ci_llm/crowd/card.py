@@ -92,14 +92,14 @@ def adapter_card(facts: CardFacts, title: str, what: str, kind: Kind = "adapter"
         kind: a PEFT folder, an adapter for llama.cpp and Ollama, or a model that has it in its weights.
         gguf_base: the name of the GGUF file of the base.
     """
-    names = {"adapter": ADAPTER, "base": gguf_base, "base_stem": Path(gguf_base).stem} if kind == "gguf" else {}
+    names = {"base": gguf_base, "base_stem": Path(gguf_base).stem} if kind == "gguf" else {}
     return _rendered(kind, facts, title, what=what, **names)
 
 
 def _rendered(kind: str, facts: CardFacts, title: str, **more: str) -> str:
     loader = PackageLoader("ci_llm.crowd", ".")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {each.__name__: each for each in (allowed_rank, make_base, serving_lines)}
+    environment.filters |= {"allowed_rank": allowed_rank, "shell": shlex.quote}
     environment.filters["quoted"] = partial(json.dumps, ensure_ascii=False)
     card = environment.get_template("card.md.j2").render(kind=kind, facts=facts, title=title, **more)
     return card.rstrip() + "\n"
@@ -108,17 +108,3 @@ def _rendered(kind: str, facts: CardFacts, title: str, **more: str) -> str:
 def allowed_rank(ranks: Sequence[int]) -> int:
     """The smallest --max-lora-rank of vLLM that serves all of these ranks."""
     return next((allowed for allowed in RANKS if allowed >= max(ranks)), max(ranks))
-
-
-def make_base(base: str) -> str:
-    """The line of shell that makes the GGUF file of the folder or hub id in `$BASE`."""
-    return f"python llama.cpp/convert_hf_to_gguf.py $BASE --outfile {shlex.quote(base)}"
-
-
-def serving_lines(base: str, folder: str) -> list[str]:
-    """Lines of shell that answer with a GGUF adapter in a folder, its base being the file `base`."""
-    adapter, recipe = (shlex.quote(str(Path(folder, name))) for name in (ADAPTER, MODELFILE))
-    return [
-        f"llama-cli -m {shlex.quote(base)} --lora {adapter}",
-        f"ollama create crowd -f {recipe} && ollama run crowd",
-    ]
