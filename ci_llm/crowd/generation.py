@@ -76,33 +76,23 @@ class Wanted:
     answers_of: Reading | None = None
 
 
-def generate_ids(
-    crowd: CrowdModel,
-    prompts: Sequence[TokenIds],
-    decoding: Decoding,
-    *,
-    numbers: Sequence[int] | None = None,
-    **wanted: Any,
-) -> list[Generated]:
+def generate_ids(crowd: CrowdModel, prompts: Sequence[TokenIds], decoding: Decoding, **wanted: Any) -> list[Generated]:
     """Continue each of B prompts by the crowd, and on request also by each agent alone, all at the same time.
 
     A text ends at the latest when it has used up the base's positions.
 
     Args:
-        prompts: B lists of token ids.
-        numbers: the prompts' numbers in a longer list that is generated in parts, which key the generators; None for
-            0, 1, ...
+        prompts: B lists of token ids. Their numbers key the samples.
         **wanted: the other attributes of `Wanted`.
 
     Raises:
         DataError: a prompt is empty, or longer than the base can read.
         ModelError: the base cannot generate, or every agent's logits hold NaN or infinity.
     """
-    asked = list(zip(numbers or range(len(prompts)), prompts, strict=True))
-    if not asked:
+    if not prompts:
         return []
-    free_positions(crowd.model, prompts, numbers)
-    return list(generate_each(crowd, asked, Wanted(decoding, **wanted), len(asked)))
+    free_positions(crowd.model, prompts)
+    return list(generate_each(crowd, enumerate(prompts), Wanted(decoding, **wanted), len(prompts)))
 
 
 def generate_each(

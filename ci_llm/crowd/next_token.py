@@ -214,7 +214,7 @@ def ends_of_base(model: PreTrainedModel) -> frozenset[int]:
     return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
 
 
-def free_positions(model: PreTrainedModel, prompts: Sequence[TokenIds], numbers: Sequence[int] | None = None) -> int:
+def free_positions(model: PreTrainedModel, prompts: Sequence[TokenIds]) -> int:
     """The number of new tokens for which the base has positions after the longest prompt.
 
     Raises:
@@ -222,17 +222,11 @@ def free_positions(model: PreTrainedModel, prompts: Sequence[TokenIds], numbers:
     """
     lengths, limit = [len(prompt) for prompt in prompts], num_positions(model)
     longest = max(lengths)
-
-    def where(length: int) -> str:
-        at = lengths.index(length)
-        return f"prompt {at if numbers is None else numbers[at]} (counted from 0)"
-
     if not min(lengths):
-        raise DataError("a prompt is empty", where=where(0), hint="leave it out")
+        raise DataError("a prompt is empty", where=f"prompt {lengths.index(0)} (counted from 0)", hint="leave it out")
     if longest >= limit:
-        raise DataError(
-            f"a prompt has {longest} tokens, and the base reads {limit}", where=where(longest), hint="shorten it"
-        )
+        where = f"prompt {lengths.index(longest)} (counted from 0)"
+        raise DataError(f"a prompt has {longest} tokens, and the base reads {limit}", where=where, hint="shorten it")
     return limit - longest
 
 

@@ -5,7 +5,6 @@ The rows are those of the run's own evaluation, of another split, or of another 
 
 from __future__ import annotations
 
-import json
 import logging
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -14,13 +13,12 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from ci_llm.checkpoints.manifest import read_file, read_manifest
-from ci_llm.config import Config, load_config, parse_config
+from ci_llm.checkpoints.manifest import read_manifest
+from ci_llm.config import Config, load_config
 from ci_llm.config.schema import with_trait
 from ci_llm.core.measures import JudgedBy
 from ci_llm.core.run_folder import PREDICTIONS
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.given_path import META_FILE
 from ci_llm.crowd.importing import find_reference
 from ci_llm.crowd.next_token import num_positions
 from ci_llm.crowd.pretrained import Pretrained, calibration_path, given_names, open_base, open_pretrained
@@ -31,8 +29,7 @@ from ci_llm.data.sources import joined_sizes, load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.errors import BadInput, CiLlmError, ConfigError, DataError
 from ci_llm.lora.heads import how_tokenized
-from ci_llm.lora.settings import LoraSettings
-from ci_llm.objectives import SFT, head_size, without_function
+from ci_llm.objectives import SFT, head_size
 
 logger = logging.getLogger(__name__)
 
@@ -96,24 +93,6 @@ def read_keys(words: Sequence[str]) -> dict[str, Any]:
             hint=f"these can: {', '.join(KEYS)}",
         )
     return {key: getattr(given, key) for key in given.model_fields_set}
-
-
-def read_run_config(checkpoint: Path) -> Config | None:
-    """The configuration in a checkpoint; None if there is none, as with imported adapters.
-
-    Raises:
-        DamagedCheckpoint: the configuration differs from its digest in the manifest.
-    """
-    manifest = read_manifest(checkpoint)
-    record = manifest.files.get(_CONFIG)
-    if record is None:
-        return None
-    config = parse_config(read_file(checkpoint, _CONFIG, record).decode(), str(checkpoint / _CONFIG))
-    if META_FILE not in manifest.files:  # no crowd: who opens it says so
-        return config
-    meta = json.loads(read_file(checkpoint, META_FILE, manifest.files[META_FILE]))
-    found: Config = without_function(config, LoraSettings.from_dict(meta["lora"]).outputs)
-    return found
 
 
 def open_rows(config: Config | None, request: Request) -> tuple[Config, Rows]:
@@ -209,7 +188,8 @@ def default_output(checkpoint: Path | None) -> Path:
 
 def load(request: Request, checkpoint: Path | None) -> Job:
     """Open the parts of an evaluation; `checkpoint` is None for a base alone."""
-    trained = None if checkpoint is None else read_run_config(checkpoint)
+    saved = open_base(request.run) if checkpoint is None else open_pretrained(checkpoint, base_model=request.base_model)
+    trained = saved.config
     if "objective" in request.keys and (trained is None or trained.objective != request.keys["objective"]):
         what = "this is not the objective that the agents were trained for"
         raise BadInput(
@@ -221,7 +201,6 @@ def load(request: Request, checkpoint: Path | None) -> Job:
         raise BadInput(what, where=f"rewards={','.join(request.keys['rewards'] or ())}", hint=hint)
     config, rows = open_rows(trained, request)
     rows = _counting_copies(rows, trained)
-    saved = open_base(request.run) if checkpoint is None else open_pretrained(checkpoint, base_model=request.base_model)
     crowd, names = Crowd.of(saved), given_names(saved.meta)
     if reason := crowd.choose_route():
         logger.debug("rows are padded, not packed: %s", reason)

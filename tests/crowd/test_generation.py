@@ -89,9 +89,9 @@ def test_a_base_that_is_not_padding_invariant_reads_one_prompt_at_a_time() -> No
     generated = crowd.generate_ids(PROMPTS, GREEDY, include_agents=True)
     require_full_passes(crowd, generated)
     drawing = Decoding(max_new_tokens=12, do_sample=True)
-    drawn = crowd.generate_ids(PROMPTS, drawing, numbers=range(5, 5 + len(PROMPTS)))
-    alone = [crowd.generate_ids([p], drawing, numbers=[5 + number]) for number, p in enumerate(PROMPTS)]
-    assert drawn == [found for [found] in alone]
+    together = list(generate_each(crowd, enumerate(PROMPTS), Wanted(drawing), 3))
+    alone = [generate_each(crowd, [each], Wanted(drawing), 1) for each in enumerate(PROMPTS)]
+    assert together == [found for [found] in alone]
 
 
 @pytest.mark.parametrize("by_decoder", [True, False])
@@ -158,8 +158,8 @@ def test_texts_end_at_the_last_position_of_the_base(llama: Crowd) -> None:
     with pytest.raises(DataError, match="a prompt has 128 tokens, and the base reads 128"):
         llama.generate_ids([[6, 7], [5] * limit], GREEDY)
     with pytest.raises(DataError, match="empty") as caught:
-        llama.generate_ids([[6, 7], []], GREEDY, numbers=[16, 17])
-    assert caught.value.where == "prompt 17 (counted from 0)"
+        llama.generate_ids([[6, 7], []], GREEDY)
+    assert caught.value.where == "prompt 1 (counted from 0)"
 
 
 def sampled(crowd: Crowd, prompts: list[list[int]] = PROMPTS, **choices: Any) -> list[list[int]]:
