@@ -176,7 +176,7 @@ class ObjectiveKeys(Keys):
     )
     aggregator: Aggregator = free(
         "probability",
-        "how agents become one: by token (probability, logit, confidence), or by a vote over"
+        "how agents become one: by token (probability, logit), or by a vote over"
         " answers (majority, weighted_vote, rerank)",
         evaluable=True,
     )

@@ -29,7 +29,7 @@ def test_the_nll_is_that_of_the_plain_model(family: str, route: Any) -> None:
     crowd.route = route
     before, rows = crowd.storage.weights.clone(), batch((7, 5))
     with crowd.without_agents():
-        found = score(crowd, [rows], "confidence")
+        found = score(crowd, [rows], "logit")
     assert found is not None
     wanted = []
     for start, end in zip(rows.bounds, rows.bounds[1:], strict=False):

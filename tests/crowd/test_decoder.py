@@ -272,7 +272,7 @@ def test_settings_of_one_text_have_no_effect_on_another(llama: Crowd) -> None:
         {"aggregator": "logit"},
         {"do_sample": True, "temperature": 2, "seed": 3},
         {"do_sample": True, "top_k": 2},
-        {"do_sample": True, "top_p": 0.5, "aggregator": "confidence"},
+        {"do_sample": True, "top_p": 0.5, "aggregator": "logit"},
         {"do_sample": True, "min_p": 0.2},
         {"max_new_tokens": 1},
     ]

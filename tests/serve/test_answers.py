@@ -63,7 +63,7 @@ def test_an_answer_says_how_sure_the_crowd_is_and_on_request_what_each_agent_say
     assert (plain["ci_llm"]["agreement"], "answers" in plain["ci_llm"]) == (None, False)
 
 
-@pytest.mark.parametrize("aggregator", ["logit", "confidence", "majority", "weighted_vote", "rerank"])
+@pytest.mark.parametrize("aggregator", ["logit", "majority", "weighted_vote", "rerank"])
 def test_a_request_chooses_the_aggregation(served: Listening, crowd: Crowd, aggregator: str) -> None:
     wanted = crowd.generate(QUESTIONS, aggregator=aggregator, details=True, **SHORT)
     for question, answer in zip(QUESTIONS, wanted, strict=True):

@@ -32,8 +32,6 @@ from torch import Tensor
 from ci_llm.core.imports import load_plugin, plugin_names
 
 AGGREGATORS = plugin_names(__name__)
-#: How fast the weight of an agent falls with its entropy in `by_confidence`; 0 would be the plain mean.
-SHARPNESS: Final = 2.0
 
 #: Decides between whole answers: the number of the one that wins, from answers and log-probabilities of their texts.
 Vote: TypeAlias = Callable[[Sequence[str], Sequence[float]], int]
@@ -92,16 +90,6 @@ def mean_of_logits(log_probs: Tensor) -> Tensor:
     return torch.log_softmax(log_probs.mean(0), dim=-1)
 
 
-def by_confidence(log_probs: Tensor) -> Tensor:
-    """A mixture in which an agent weighs more where its own distribution is sharper.
-
-    At every token the weight of an agent is the softmax over agents of minus `SHARPNESS` times its entropy, in nats.
-    """
-    terms: Tensor = torch.special.entr(log_probs.exp())  # 0 where a probability is 0
-    weights = torch.log_softmax(-SHARPNESS * terms.sum(-1, keepdim=True), dim=0)
-    return torch.logsumexp(log_probs + weights, dim=0)
-
-
 def most_probable(answers: Sequence[str], log_probabilities: Sequence[float]) -> int:
     """The text that the crowd finds most probable; one without an answer only if none has one.
 
@@ -144,7 +132,6 @@ def most_votes(answers: Sequence[str], log_probabilities: Sequence[float]) -> in
 #: Each aggregator's distribution and vote.
 _OWN: Final[Mapping[str, tuple[Callable[..., Tensor], Vote | None]]] = {
     "probability": (mean, None),
-    "confidence": (by_confidence, None),
     "logit": (mean_of_logits, None),
     "majority": (mean, most_votes),
     "rerank": (mean, most_probable),
