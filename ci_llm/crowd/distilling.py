@@ -20,7 +20,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ci_llm.base.targets import text_model
 from ci_llm.config import Config
 from ci_llm.core.determinism import generator_for
 from ci_llm.core.work import working
@@ -32,7 +31,7 @@ from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.merging import Distillation
 from ci_llm.crowd.next_token import Decoding, TokenIds, num_positions
 from ci_llm.crowd.pretrained import Pretrained
-from ci_llm.data.batches import Batch, Packable, pack, padded
+from ci_llm.data.batches import Batch, Owned, Packable, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompter, last_answer, prompts_of_file
 from ci_llm.data.sources import load_rows
@@ -43,6 +42,8 @@ from ci_llm.lora.schedules import factor
 from ci_llm.lora.settings import LoraSettings
 
 CONTROL: Final = "own labels"
+#: The prompts that the embedded generator makes for a run on its stories, and their seed.
+EMBEDDED_PROMPTS: Final = 800
 _EMBEDDED_SEED: Final = 13
 _AT_A_TIME: Final = 16
 
@@ -124,7 +125,7 @@ def _prompts(prompter: Prompter, config: Config, how: Distillation, positions: i
         asked: Sequence[Any] = prompts_of_file(how.prompts)
     elif config.dataset_names == ("embedded",):
         taken = {row["question"] for split in SPLITS for row in rows(split)}
-        asked = [row["question"] for row in task_rows(_EMBEDDED_SEED, how.generated, exclude=taken)]
+        asked = [row["question"] for row in task_rows(_EMBEDDED_SEED, EMBEDDED_PROMPTS, exclude=taken)]
     else:
         asked = []
     found: list[TokenIds] = [ids for ids in map(prompter.ids, asked) if len(ids) < positions]
@@ -193,7 +194,8 @@ def _learn(crowd: Crowd, agent: int, batch: Batch, teachers: tuple[Tensor, str] 
     Args:
         teachers: the teachers' states [K, S, D] and the aggregator of their distributions; None to learn the texts.
     """
-    states = _states(crowd, agent, batch)
+    [own_states] = crowd.through.states([Owned((agent,), batch)])
+    states = own_states[0, batch.predict_from]
     leaf = states.detach().requires_grad_()
     for chunk in crowd.head.chunks(batch.num_targets, crowd.num_agents):  # all logits may not fit into memory
         own, wanted = crowd.head.logits(leaf[chunk]), batch.targets[chunk]
@@ -205,15 +207,6 @@ def _learn(crowd: Crowd, agent: int, batch: Batch, teachers: tuple[Tensor, str] 
         loss = torch.nn.functional.cross_entropy(own, wanted, reduction="sum")
         (loss / batch.num_targets).backward()
     states.backward(leaf.grad)
-
-
-def _states(crowd: Crowd, agent: int, batch: Batch) -> Tensor:
-    """Final hidden states [S, D] of one agent at the positions that predict the targets."""
-    inputs, (at_rows, at_columns) = padded(batch, crowd.pad_id)
-    given = {name: inputs[name] for name in ("input_ids", "position_ids")}
-    with crowd.active_agent(agent) as model:
-        states: Tensor = text_model(model)(**given, use_cache=False).last_hidden_state
-    return states[at_rows, at_columns][batch.predict_from]
 
 
 def _order(count: int, size: int, seed: int) -> Iterator[list[int]]:

@@ -102,13 +102,11 @@ class Distillation:
     Attributes:
         prompts: a file of prompts without answers; None takes prompts of the embedded generator for a run on its
             stories, and no prompts for any other run.
-        generated: the number of prompts that the embedded generator makes.
         steps: optimizer steps, each on the run's `batch_size` rows.
         learning_rate: the peak of the learning rate; None takes a quarter of the run's.
     """
 
     prompts: Path | None = None
-    generated: int = 800
     steps: int = 120
     learning_rate: float | None = None
 

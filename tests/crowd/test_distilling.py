@@ -21,7 +21,7 @@ from ci_llm.embedded import BASE_FOLDER
 from tests.support.crowds import K, disturbed_crowd, save_crowd
 
 CONFIG = load_config(None, ["dataset_name=embedded", "max_train_samples=4", "batch_size=4", "max_new_tokens_eval=64"])
-HOW = Distillation(generated=8, steps=30, learning_rate=5e-4)
+HOW = Distillation(steps=30, learning_rate=5e-4)
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,7 @@ def learned(saved: Pretrained) -> tuple[Adapter, Adapter, list[Any]]:
     """Student, control, and the rows that were learned from."""
     lessons: list[Any] = []
     patch = pytest.MonkeyPatch()
+    patch.setattr(distilling, "EMBEDDED_PROMPTS", 8)
     patch.setattr(distilling, "_lesson", lambda *args: lessons.append(whole := lesson(*args)) or whole)
     try:
         return *distil(saved, CONFIG, HOW), lessons
@@ -91,8 +92,9 @@ def test_the_student_comes_nearer_to_the_crowd_and_the_control_to_its_texts(
 
 @pytest.mark.slow
 def test_distilling_leaves_base_and_generators_unchanged_and_repeats_exactly(
-    saved: Pretrained, learned: tuple[Adapter, Adapter, list[Any]]
+    saved: Pretrained, learned: tuple[Adapter, Adapter, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(distilling, "EMBEDDED_PROMPTS", 8)
     state = torch.get_rng_state()
     student, _ = distil(saved, CONFIG, HOW)
     assert torch.equal(torch.get_rng_state(), state)
