@@ -106,17 +106,6 @@ def test_crowd_agents_and_base_write_the_texts_of_full_passes(family: str) -> No
     assert len({tuple(request.tokens) for request in requests}) > 15, "a mix-up would not be seen"
 
 
-def test_a_text_equals_that_of_full_passes(llama: Crowd) -> None:
-    requests = [Request(PROMPTS[1], GREEDY, who) for who in EVERYBODY]
-    written(llama, requests)
-    for request in requests:
-        assert (request.tokens, [each.log_probability for each in request.chosen]) == reference(
-            llama, request.who, request.prompt
-        )
-        assert request.finish == "length"
-    assert len({tuple(request.tokens) for request in requests}) == len(EVERYBODY)
-
-
 def test_the_trial_accepts_a_rounding_difference_and_refuses_a_wrong_column(
     llama: Crowd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
