@@ -186,7 +186,11 @@ class Crowd(CrowdModel):
             BadInput: there is not one answer for each prompt.
             ModelError: this crowd has no `prompter`.
         """
-        return scoring.log_probs(self, prompts_of(prompts), answers, batch_size)
+        asking.require_writers(self)
+        rows = asking.answered_rows(self, prompts_of(prompts), answers)
+        scores = scoring.score(self, asking.batches_of(rows, batch_size), "probability")
+        assert scores is not None, "nobody asks to stop"
+        return -scores.nll
 
     def score(
         self,

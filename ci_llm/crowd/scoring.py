@@ -24,7 +24,6 @@ from torch import Tensor
 from ci_llm.core.evaluation_file import Asked, BaseScores, BestAgent, Difference, Figure, TeacherForced
 from ci_llm.core.measures import JudgedBy, paired_interval
 from ci_llm.crowd.aggregators import aggregate, find_vote, majority
-from ci_llm.crowd.asking import answered_rows, batches_of, require_writers
 from ci_llm.crowd.generation import Wanted, generate_each
 from ci_llm.crowd.judging import Judged, judge
 from ci_llm.crowd.metrics import Reader, answer_reader
@@ -33,7 +32,7 @@ from ci_llm.crowd.next_token import Decoding, ends_of_base, num_positions
 from ci_llm.crowd.uncertainty import Uncertainty, of_text, signals
 from ci_llm.data.batches import Batch
 from ci_llm.data.encoder import Example
-from ci_llm.data.prompts import Prompt, Prompter, last_answer
+from ci_llm.data.prompts import Prompter, last_answer
 from ci_llm.data.units import Unit
 
 
@@ -521,14 +520,3 @@ def parts_of_rows(scores: Scores, answers: AnswerScores | None) -> dict[str, tup
     if _measured_by(scores, heads=False) == "rewards":
         found |= {"reward": -scores.nll[:-1]}
     return {metric: tuple(map(tuple, rows.tolist())) for metric, rows in found.items()}
-
-
-# Answers that are given
-
-
-def log_probs(crowd: CrowdModel, prompts: Sequence[Prompt], answers: str | Sequence[str], batch_size: int) -> Tensor:
-    """The log-probabilities of given answers; see `Crowd.log_probs`."""
-    require_writers(crowd)
-    scores = score(crowd, batches_of(answered_rows(crowd, prompts, answers), batch_size), "probability")
-    assert scores is not None, "nobody asks to stop"
-    return -scores.nll
