@@ -19,6 +19,7 @@ from ci_llm.crowd.merging import DISTILLED, DISTILLED_DOES, METHODS, Distillatio
 from ci_llm.errors import BadInput, ModelError
 
 if TYPE_CHECKING:
+    from ci_llm.crowd.card import Kind
     from ci_llm.crowd.exporting import Export
 
 
@@ -40,8 +41,8 @@ def export(words: Sequence[str]) -> int:
 
     with whole_checkpoint(call.run):
         prepared = prepare(call.run, agent=call.agent, merge=merge, base_model=call.base_model)
-    as_gguf = call.format == "gguf"
-    prepared.require_form(into_base=call.into_base, as_gguf=as_gguf)
+    kind: Kind = "gguf" if call.format == "gguf" else "model" if call.into_base else "adapter"
+    prepared.require_form(kind)
     scores = None
     if prepared.can_be_scored and not call.no_score:
         scores = prepared.scores()
@@ -49,7 +50,7 @@ def export(words: Sequence[str]) -> int:
             print(scores.table(), flush=True)
     elif not call.json and not call.no_score:
         print("not scored: no run trained these agents, so it is not known which rows to validate on", flush=True)
-    scores = prepared.write(call.to, scores, into_base=call.into_base, as_gguf=as_gguf, dtype=call.dtype)
+    scores = prepared.write(call.to, scores, kind, call.dtype)
     about = scores.about_folder(prepared.name) if scores else None
     record = {**_record(prepared, call), "scores": scores.record() if scores else None}
     print_result(call.json, record, *([about] if about else []), _written(prepared, call))

@@ -182,66 +182,58 @@ class Export:
         merges = {self.name: self.adapter, **self.beside} if self.adapter is not None and is_merge else {}
         return compare(self.saved, merges)
 
-    def require_form(self, *, into_base: bool, as_gguf: bool) -> None:
+    def require_form(self, kind: Kind) -> None:
         """Refuse a form in which these agents cannot be written.
 
         Raises:
             ModelError: they have heads, or llama.cpp's layout of this base is not known.
         """
-        if (into_base or as_gguf) and self.saved.settings.outputs:
+        if kind != "adapter" and self.saved.settings.outputs:
             what = "agents with heads are neither merged into the base nor made a GGUF file"
-            where = "--into-base" if into_base else "--format gguf"
+            where = "--into-base" if kind == "model" else "--format gguf"
             raise ModelError(what, where=where, hint="export them as PEFT folders")
-        if as_gguf:
+        if kind == "gguf":
             require_convertible(self.saved.base.model.config)
 
     def write(
-        self,
-        target: Path,
-        scores: Comparison | None,
-        *,
-        into_base: bool = False,
-        as_gguf: bool = False,
-        dtype: str | None = None,
+        self, target: Path, scores: Comparison | None, kind: Kind = "adapter", dtype: str | None = None
     ) -> Comparison | None:
         """Write the export as `target`, completely or not at all.
 
         Args:
             scores: the scores for the card.
-            into_base: write a model of Transformers with merged weights. The base cannot be used afterwards.
-            as_gguf: write an adapter for llama.cpp and Ollama.
+            kind: a PEFT folder, for each agent if there is no adapter; an adapter for llama.cpp and Ollama; or a model
+                of Transformers with merged weights, after which the base cannot be used.
             dtype: the dtype of merged weights; None for that of the base on disk.
 
         Returns:
-            `scores`, and with `into_base` also those of the written folder.
+            `scores`, and of a model also those of the written folder.
 
         Raises:
             ModelError: `target` exists, or `require_form` refuses the form.
             CheckpointError: it cannot be written.
         """
         require_free(target)
-        self.require_form(into_base=into_base, as_gguf=as_gguf)
+        self.require_form(kind)
         if self.saved.settings.outputs:
             _require_same_scores(self.saved)
         if self.adapter is None:
-            assert not into_base, "the form of one adapter"
-            assert not as_gguf, "the form of one adapter"
+            assert kind == "adapter", "the others are forms of one adapter"
             self._write_agents(target, scores)
             return scores
         of_base = Path(self.gguf_base or "base.gguf").name
-        if as_gguf:
+        if kind == "gguf":
             files = {MODELFILE: f"FROM ./{of_base}\nADAPTER ./{ADAPTER}\n".encode()}
         else:
-            files = tokenizer_files(self.saved.prompter.tokenizer) | ({} if into_base else self.adapter.files())
+            files = tokenizer_files(self.saved.prompter.tokenizer) | ({} if kind == "model" else self.adapter.files())
         try:
             with new_folder(target) as draft:
                 for name, data in files.items():
                     write_new(draft / name, [data])
-                if as_gguf:
+                if kind == "gguf":
                     write_gguf_adapter(draft / ADAPTER, self.adapter, self.saved.base.model.config)
-                elif into_base:
+                elif kind == "model":
                     scores = self._write_whole(draft, self.adapter, scores, dtype)
-                kind: Kind = "gguf" if as_gguf else "model" if into_base else "adapter"
                 card = adapter_card(self._facts(scores), self.title, self.what, kind, of_base)
                 write_new(draft / "README.md", [card.encode()])
         except OSError as error:

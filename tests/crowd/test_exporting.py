@@ -121,11 +121,11 @@ def test_another_process_computes_the_same_logits_without_this_package(tmp_path:
         prepare(run, device="cpu").write(to / "all", None)
         one = prepare(run, device="cpu", agent=1)
         one.write(to / "one", None)
-        one.write(to / "one_whole", None, into_base=True)
+        one.write(to / "one_whole", None, "model")
         prepare(run, device="cpu", merge=merge_of("svd")).write(to / "svd", None)
         cat = prepare(run, device="cpu", merge=merge_of("cat"))
         cat.write(to / "cat", None)
-        cat.write(to / "cat_whole", None, into_base=True)
+        cat.write(to / "cat_whole", None, "model")
     subprocess.run(
         [sys.executable, "-c", OTHER, str(tmp_path), str(tmp_path / "logits")],
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
