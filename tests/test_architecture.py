@@ -283,7 +283,7 @@ CAPS = {
     "cluster": 721,
     "config": 2125,
     "core": 1488,
-    "crowd": 4472,
+    "crowd": 4446,
     "data": 3221,
     "distributed": 629,
     "dry_run": 788,

@@ -316,8 +316,6 @@ class Decoder:
             prompt.columns = best.columns.copied(_rows_for(prompt.who, best), count)
             prompt.read = count
             self.reused += count
-            for member in prompt.members:
-                member.reused = count
         return True
 
     def _parts(self) -> Iterator[_Part]:

@@ -137,7 +137,6 @@ class Request:
         finish: the reason for its end: "stop" at an end, "length" by `max_new_tokens` or the base's positions, or
             "error"; None if it has not ended.
         error: the exception of the last choice, if it failed.
-        reused: the number of tokens of the prompt that took over another prompt's keys and values.
     """
 
     prompt: TokenIds
@@ -152,7 +151,6 @@ class Request:
     chosen: list[Chosen] = field(default_factory=list, init=False)
     finish: Literal["stop", "length", "error"] | None = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
-    reused: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.generator = generator_for(self.decoding.seed, *self.key) if self.decoding.do_sample else None

@@ -246,12 +246,12 @@ def test_a_prompt_reuses_the_cached_prefix_of_another(llama: Crowd) -> None:
     later = [Request([*common, 7, n], GREEDY) for n in (1, 2, 3)]
     both.admit(later)
     assert set(both.step()) >= {*later}, "a beginning that is there keeps nobody waiting for others that have it too"
-    agent, nobody = Request(prompts[0], GREEDY, 1), Request(prompts[0], GREEDY, NOBODY)
-    decoder = Decoder(llama)
-    for request in (Request(prompts[1], GREEDY), agent, nobody):
-        decoder.admit([request])
+    decoder, reused = Decoder(llama), []
+    for number, who in ((1, CROWD), (0, 1), (0, NOBODY)):
+        decoder.admit([Request(prompts[number], GREEDY, who)])
         decoder.step()
-    assert (agent.reused, nobody.reused) == (64, 0), "what all agents read serves each of them, and not the base"
+        reused.append(decoder.reused)
+    assert reused == [0, 64, 64], "what all agents read serves each of them, and not the base"
 
 
 @bits_in_company
