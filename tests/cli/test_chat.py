@@ -36,12 +36,11 @@ from pathlib import Path
 from ci_llm.cli.main import main
 from ci_llm.crowd.asking import TextSoFar
 update, held = TextSoFar.update, Path(sys.argv[2]).parent / "held"
-def update_and_stand(self, ids):
-    over = update(self, ids)
-    while held.exists():
+def stand_after_the_first_piece(self, ids):
+    while self._emitted and held.exists():
         time.sleep(0.01)
-    return over
-TextSoFar.update = update_and_stand
+    return update(self, ids)
+TextSoFar.update = stand_after_the_first_piece
 sys.exit(main(sys.argv[1:]))
 """
 
