@@ -282,15 +282,16 @@ class Export:
     def _dense_base(self) -> PreTrainedModel:
         """The base to merge into, in fp32 or fp64, because 16 bits would round a part of the adapter away.
 
-        A base in 16 bits or quantised is loaded again.
+        A base in 16 bits or quantised is loaded again, into the memory of the host: a GPU that holds it in fewer bits
+        may be too small.
         """
         saved, loaded = self.saved, self.saved.base.model
-        device, is_dense = loaded.device, stored_quantization(loaded.config) is None
+        is_dense = stored_quantization(loaded.config) is None
         if is_dense and loaded.dtype in (torch.float32, torch.float64):
             return loaded
         if is_dense:
             loaded.to("meta")  # so that memory holds one base, and not two
-        model = load_base(saved.base.name, "fp32", device).model
+        model = load_base(saved.base.name, "fp32", torch.device("cpu")).model
         if stored := stored_quantization(model.config):
             raise ModelError(
                 f"the files of the base are quantised ({stored}), and an adapter is merged into dense weights only",
