@@ -279,7 +279,7 @@ class TrainingKeys(Keys):
     )
     learning_rate: AutoRate = exact(
         "auto",
-        "peak learning rate; auto: 2e-4, for preferences and grpo 1e-5, for heads 1e-3; on the embedded base 8e-3,"
+        "peak learning rate; auto: 2e-4, for preferences 1e-5, grpo 1e-4, heads 1e-3; on the embedded base 8e-3,"
         " and 1e-3 for all but sft",
         own=1,
     )

@@ -93,6 +93,9 @@ def test_rates_follow_the_base_and_rows_follow_the_data(own_base: Path, tmp_path
     usual = {"lora_rank": 16, "lora_alpha": 32, "learning_rate": 2e-4}
     file = edited(tmp_path / "my.yaml", model_name=own_base)
     assert values(load_config(file), usual) == usual
+    rewarded = load_config(file, ["objective=grpo", "rewards=length"])
+    assert (rewarded.learning_rate, rewarded.beta) == (1e-4, 0.0)
+    assert load_config(file, ["objective=dpo"]).learning_rate == 1e-5
     assert values(load_config(file), rows) == rows
     config = load_config(file, ["dataset_name=my.jsonl", "lora_rank=[4,auto]", "agents=[{},{learning_rate: auto}]"])
     assert [own.lora_rank for own in config.each_agent] == [4, 16]
