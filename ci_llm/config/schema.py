@@ -73,8 +73,8 @@ class BaseModelKeys(Keys):
     )
     pass_per_agent: bool | Literal["auto"] = rounding(
         "auto",
-        "a pass through the base for each agent: 1/K of the activations, and an agent has the bits that it"
-        " has alone; auto: on a CPU, with deterministic true, and where one pass for all would not fit"
+        "true: each agent has its own pass through the base, with 1/K of the activations, and computes the bits that"
+        " it computes alone; auto: true on a CPU, with deterministic=true, and if one pass for all would not fit"
         " (docs/crowd.md)",
         recorded=True,
     )
