@@ -55,7 +55,7 @@ class BaseModelKeys(Keys):
     model_dtype: Literal["fp16", "bf16", "fp32", "fp64", "auto"] | None = exact(
         None,
         "precision of the base: fp16, bf16, fp32 or fp64; null: fp32 on CPU, that of the checkpoint on CUDA;"
-        " auto: bf16 where the hardware multiplies it faster, else fp32",
+        " auto: bf16 if the hardware multiplies it faster, else fp32",
     )
     quantization: Literal["nf4", "int8"] | None = exact(
         None, "store the linear layers of the base in 4 bits (nf4) or 8 (int8); needs the extra ci-llm[quantization]"
@@ -65,16 +65,16 @@ class BaseModelKeys(Keys):
     )
     mixed_precision: Literal["no", "bf16", "fp16", "auto"] = exact(
         "no",
-        "autocast precision: no, fp16 or bf16; auto: bf16 where the hardware multiplies it faster, else no;"
+        "autocast precision: no, fp16 or bf16; auto: bf16 if the hardware multiplies it faster, else no;"
         " if not given, that of accelerate launch",
     )
     use_gradient_checkpointing: bool | Literal["auto"] = rounding(
-        False, "recompute layers in the backward pass: less memory, slower; auto: where they would not fit otherwise"
+        False, "recompute layers in the backward pass: less memory, slower; auto: if they would not fit otherwise"
     )
     pass_per_agent: bool | Literal["auto"] = rounding(
         "auto",
-        "a pass through the base for each agent: 1/K of the activations, and an agent has the bits that it"
-        " has alone; auto: on a CPU, with deterministic true, and where one pass for all would not fit"
+        "true: each agent has its own pass through the base, with 1/K of the activations, and computes the bits that"
+        " it computes alone; auto: true on a CPU, with deterministic=true, and if one pass for all would not fit"
         " (docs/crowd.md)",
         recorded=True,
     )
@@ -85,8 +85,7 @@ class BaseModelKeys(Keys):
     )
     cpu_threads: Count | Literal["auto"] = rounding(
         "auto",
-        "CPU threads of each process; auto: OMP_NUM_THREADS where it is set, else the fastest of a few"
-        " numbers by a trial",
+        "CPU threads of each process; auto: OMP_NUM_THREADS if it is set, else the fastest of a few numbers by a trial",
         recorded=True,
     )
 

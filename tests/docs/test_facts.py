@@ -121,7 +121,7 @@ def rows_of(name: str, start: str) -> dict[str, list[list[float]]]:
 def test_the_recipe_of_one_adapter_has_the_recorded_figures(here: str, recorded: str) -> None:
     _, rows_100, rows_400, _ = rows_of("benchmarks/README.md", "## Every way to answer")[recorded]
     told = rows_of("docs/recipes/jobs.md", "## One adapter from a crowd")[here]
-    assert told == [[round(n, 3) for n in cell] for cell in (rows_100, rows_400)]
+    assert told == [[float(f"{n:.2g}") for n in cell] for cell in (rows_100, rows_400)]
 
 
 CALLS = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## Calls\n\n```text\n")[2].partition("```")[0]
