@@ -101,7 +101,10 @@ class MirrorReader:
 
     def manifest(self, entry: Entry) -> Manifest:
         """The manifest of a step. Raises DamagedCheckpoint: missing, or not as it was written."""
-        return Manifest.parse(self._read(entry.key(MANIFEST), 0, digest_of(entry.place)))
+        try:
+            return Manifest.parse(self._read(entry.key(MANIFEST), 0, digest_of(entry.place)))
+        except NOT_DUMPED as error:
+            raise DamagedCheckpoint(f"the manifest of {entry.name} is damaged: {error}", where=self.url) from error
 
     def open(self, entry: Entry) -> Opened:
         """The manifest and the files of a step; what is returned is what was verified.

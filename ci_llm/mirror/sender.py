@@ -226,8 +226,11 @@ class Mirror:
             self._send(*found)
         self._commit(self._writer.head)
         if not self._swept:
-            self._writer.sweep()
-            self._swept = True
+            lost, self._swept = self._writer.sweep(), True
+            if lost:
+                logger.warning("mirror    steps there were not whole; what this disk has of them is sent again")
+                self._commit(self._writer.head.putting_aside(lambda entry: entry.place in lost))
+                self._work.set()
         with self._lock:
             caught_up = not self._work.is_set()  # else the folder has changed meanwhile
             self._behind_since = None if caught_up else time.monotonic()

@@ -9,17 +9,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
-from ci_llm.checkpoints.manifest import MANIFEST, digest, read_file, read_manifest
-from ci_llm.errors import CheckpointError, MirrorUnreachable, WriterBusy
+import xxhash
+
+from ci_llm.checkpoints.manifest import MANIFEST, digest, read_manifest
+from ci_llm.core.durable import read_chunks
+from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
 from ci_llm.mirror.head import HEAD, NOBODY, SENT, Entry, Found, Head, RunFile, digest_of
 from ci_llm.mirror.objects import PART_BYTES, Conflict, Missing, Objects, Version, require_conditions
 from ci_llm.mirror.reader import MirrorReader
 
 logger = logging.getLogger(__name__)
+
+#: How often a claim is tried again after another writer was faster.
+MAX_RACES: Final = 10
 
 
 class LostClaim(WriterBusy):
@@ -57,18 +64,22 @@ class MirrorWriter:
 
         Raises:
             WriterBusy: the mirror holds another run. LostClaim: another attempt has claimed it since.
-            MirrorUnreachable: also where another writer was faster at this very moment.
+            MirrorUnreachable.
         """
-        found = self._reader.find_head()
-        old = found.head or Head()
-        if old.line and old.run != run:
-            raise another_run(self._reader.url)
-        self._require_seen(old.writer, seen.writer)
-        number = int(old.writer.partition("-")[0] or 0) + 1
-        new = old.putting_aside(lambda entry: entry.step > resumed_from or entry.place in seen.damage)
-        writer = f"{number:06d}-{self._name}"
-        self._put_head(replace(new, run=run, writer=writer, attempt=max(attempt, old.attempt)), found.version)
-        require_conditions(self._objects, HEAD, self.head.dump())
+        for _ in range(MAX_RACES):
+            found = self._reader.find_head()
+            old = found.head or Head()
+            if old.line and old.run != run:
+                raise another_run(self._reader.url)
+            self._require_seen(old.writer, seen.writer)
+            number = int(old.writer.partition("-")[0] or 0) + 1
+            new = old.putting_aside(lambda entry: entry.step > resumed_from or entry.place in seen.damage)
+            writer = f"{number:06d}-{self._name}"
+            with contextlib.suppress(Conflict):  # another writer was faster at this very moment
+                self._put_head(replace(new, run=run, writer=writer, attempt=max(attempt, old.attempt)), found.version)
+                require_conditions(self._objects, HEAD, self.head.dump())
+                return
+        raise MirrorUnreachable("other writers claim this mirror again and again", where=self._reader.url)
 
     def _require_seen(self, writer: str, seen: str | None) -> None:
         """Refuse a mirror that another attempt than `seen` has claimed since."""
@@ -93,8 +104,8 @@ class MirrorWriter:
         data = manifest.dump()
         entry = Entry(folder.name, manifest.step, manifest.nbytes, self._place(digest([data])))
         for name, record in manifest.files.items():
-            self._send(entry.key(name), read_file(folder, name, record), record.digest)
-        self._send(entry.key(MANIFEST), data, digest_of(entry.place))
+            self._send(entry.key(name), _chunks(folder / name, record.digest), record.size, record.digest)
+        self._send(entry.key(MANIFEST), [data], len(data), digest_of(entry.place))
         return entry
 
     def send_file(self, name: str, data: bytes) -> RunFile:
@@ -103,19 +114,19 @@ class MirrorWriter:
         if known is not None and digest_of(known.place) == own:
             return known
         file = RunFile(len(data), self._place(own))
-        self._send(f"{file.place}/{name}", data, own)
+        self._send(f"{file.place}/{name}", [data], len(data), own)
         return file
 
     def _place(self, known: str) -> str:
         return f"{self.head.writer}/{known}"
 
-    def _send(self, key: str, data: bytes, known: str) -> None:
+    def _send(self, key: str, chunks: Iterable[bytes], size: int, known: str) -> None:
         """Write an object and read it back, unless this writer has done so before."""
         if key in self._there:
             return
-        paced = self._paced(data)
-        self._objects.put(key, paced if len(data) > PART_BYTES else b"".join(paced))
-        self._require_held(key, self._reader.pieces(key, len(data)), known)
+        paced = self._paced(chunks)
+        self._objects.put(key, paced if size > PART_BYTES else b"".join(paced))
+        self._require_held(key, self._reader.pieces(key, size), known)
         self._there.add(key)
 
     def _require_held(self, key: str, read: Iterable[bytes], known: str) -> None:
@@ -124,11 +135,10 @@ class MirrorWriter:
                 return
         raise MirrorUnreachable(f"the store does not hold what was written to {key}", where=self._reader.url)
 
-    def _paced(self, data: bytes) -> Iterator[bytes]:
-        for start in range(0, len(data), PART_BYTES):
-            part = data[start : start + PART_BYTES]
-            self._pace(len(part))
-            yield part
+    def _paced(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
+        for chunk in chunks:
+            self._pace(len(chunk))
+            yield chunk
 
     # The commit
 
@@ -142,15 +152,23 @@ class MirrorWriter:
             return
         before = self.head
         self._put_head(new, self._version)
-        self._remove(sorted(before.places - new.places))
+        self._remove(key for place in sorted(before.places - new.places) for key, _ in self._objects.list(place))
 
     def _put_head(self, new: Head, version: Version | None) -> None:
-        """Replace the head of a version, and its copy. Raises LostClaim after the claim; MirrorUnreachable."""
+        """Replace the head of a version, and its copy.
+
+        Raises:
+            Conflict: at a claim. LostClaim: later. MirrorUnreachable.
+        """
         data = new.dump()
-        # A failed put may have arrived nevertheless: its answer was lost, or its repetition refused.
-        with contextlib.suppress(Conflict, MirrorUnreachable):
+        error: Exception = MirrorUnreachable("the store does not hold the head that was written", where=self._reader.url)
+        try:
             self._objects.swap(HEAD, data, version)
-        found = self._reader.find_head()
+        except MirrorUnreachable as failure:
+            error = failure
+        except Conflict as failure:
+            error = failure if self.head.writer == NOBODY else error
+        found = self._reader.find_head()  # what failed may have arrived: the answer was lost, or its repetition refused
         if found.head != new or found.is_copy:
             writer = found.head.writer if found.head else NOBODY
             if self.head.writer not in (NOBODY, writer):
@@ -161,7 +179,7 @@ class MirrorWriter:
                     hint="end this process if the other one is the same run",
                 )
             self._version = found.version
-            raise MirrorUnreachable("the store does not hold the head that was written", where=self._reader.url)
+            raise error
         # At any moment one of the two is whole: the head is replaced only while the copy is, and the copy after it.
         # Nothing paces it: who gives a step up does so before its commit.
         copy = f"{new.writer}/{HEAD}"
@@ -171,25 +189,63 @@ class MirrorWriter:
 
     # Removing
 
-    def sweep(self) -> None:
-        """Remove what earlier writers left; a later one may need what this one does not know."""
-        kept, number = self.head.places, self.head.writer.partition("-")[0]
+    def sweep(self) -> set[str]:
+        """Remove what earlier writers left, and look whether everything that counts is there.
+
+        A later writer may need what this one does not know, so that is left alone.
+
+        Returns:
+            the places of steps in the line that are not whole; they can be sent again.
+        """
+        listed, kept, number = dict(self._objects.list("")), self.head.places, self.head.writer.partition("-")[0]
 
         def is_left(key: str) -> bool:
             sent = SENT.match(key)
             return sent is not None and sent[1] < number and "/".join(key.split("/")[:2]) not in kept
 
-        self._remove([""], is_left)
+        self._remove(filter(is_left, listed))
+        lost = {entry.place for entry in self.head.line if not self._is_whole(entry, listed)}
+        self._there = {key for key in self._there if not key.startswith(tuple(lost))}
+        return lost
 
-    def _remove(self, prefixes: Iterable[str], unwanted: Callable[[str], bool] = lambda key: True) -> None:
-        """Remove objects. What the store does not let us remove stays until the next claim."""
+    def _is_whole(self, entry: Entry, listed: Mapping[str, int]) -> bool:
         try:
-            keys = [key for prefix in prefixes for key, _ in self._objects.list(prefix) if unwanted(key)]
-            self._there.difference_update(keys)
-            if keys:
-                self._objects.delete(keys)
+            sizes = {name: record.size for name, record in self._reader.manifest(entry).files.items()}
+            if any(listed.get(entry.key(name)) != size for name, size in sizes.items()):
+                self._reader.open(entry)  # a listing may be stale
+        except DamagedCheckpoint:
+            return False
+        return True
+
+    def _remove(self, keys: Iterable[str]) -> None:
+        """Remove objects. What the store does not let us list or remove stays until the next claim."""
+        try:
+            gone = sorted(keys)
+            self._there.difference_update(gone)
+            if gone:
+                self._objects.delete(gone)
         except MirrorUnreachable as error:
             logger.debug("leftovers stay in the mirror: %s", error.what)
+
+
+def _chunks(path: Path, known: str) -> Iterator[bytes]:
+    """The bytes of a file of a checkpoint, which need not lie in memory together.
+
+    Raises:
+        DamagedCheckpoint: at their end, they have another digest; or the file is gone. CheckpointError: it cannot be
+            read. An error of this disk must not look like one of the store.
+    """
+    whole = xxhash.xxh3_128()
+    try:
+        for chunk in read_chunks(path):
+            whole.update(chunk)
+            yield chunk
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(f"{path.parent.name} is gone: {error}", where=str(path)) from error
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}", where=str(path)) from error
+    if whole.hexdigest() != known:
+        raise DamagedCheckpoint(f"{path.name} of {path.parent.name} has another digest", where=str(path))
 
 
 def another_run(url: str) -> CheckpointError:

@@ -181,6 +181,21 @@ def test_a_damaged_newest_step_is_passed_over_set_aside_and_sent_again(node: Nod
     assert not fresh.mirror.reader.damage(fresh.head)
 
 
+def test_a_mirror_that_is_half_there_is_healed_from_the_disk(node: Nodes) -> None:
+    one = node("one")
+    one.begin()
+    one.save(1, 2)
+    one.close()
+    for key in keys_of(one):
+        if "optimizer" in key:
+            stored(one, key).unlink()
+    again = node("one")
+    assert again.begin() == 2
+    assert again.mirror.flush(DEADLINE_S), again.mirror.state
+    assert again.line == ["checkpoint_step_2", "checkpoint_step_1"]
+    assert not again.mirror.reader.damage(again.head)
+
+
 def test_going_back_takes_newer_steps_out_of_the_line_and_keeps_them(node: Nodes) -> None:
     one = node("one", keep=None)
     one.begin()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.core.durable import Filesystem
 from ci_llm.errors import MirrorUnreachable
 from ci_llm.mirror.filling import fill
@@ -61,6 +62,42 @@ def test_a_sweep_keeps_objects_of_later_writers_and_of_other_programs(lying: Lyi
     claimed(lying).sweep()
     assert len(logs(lying)) == 1
     assert lying.store.get("blocks/.nfs0001") == b"of the file system"
+
+
+def test_a_listing_that_lacks_what_is_there_condemns_no_step(lying: Lying, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint_step_3"
+    write_checkpoint(folder, {"config.yaml": b"seed: 1\n"}, step=3)
+    writer = claimed(lying)
+    entry = writer.send_step(folder)
+    writer.commit(writer.head.with_step(entry))
+    lying.instead["list"] = lambda prefix: iter([])
+    assert writer.sweep() == set()
+    lying.store.delete([entry.key("config.yaml")])
+    assert writer.sweep() == {entry.place}
+    assert writer.send_step(folder) == entry, "it is sent again"
+    assert writer.sweep() == set()
+
+
+def test_the_store_says_why_it_refuses_a_claim(lying: Lying) -> None:
+    def refused(*_: Any) -> None:
+        raise MirrorUnreachable("403 AccessDenied", where=lying.url)
+
+    claimed(lying)
+    lying.instead["swap"] = refused
+    with pytest.raises(MirrorUnreachable, match="403 AccessDenied"):
+        claimed(lying)
+
+
+def test_a_claim_that_another_writer_was_faster_with_is_refused(lying: Lying) -> None:
+    def faster(key: str, data: bytes, version: Any) -> None:
+        lying.instead.clear()
+        claimed(lying)
+        raise Conflict(key)
+
+    seen = Found(writer=claimed(lying).head.writer)
+    lying.instead["swap"] = faster
+    with pytest.raises(LostClaim, match="another attempt has claimed this mirror"):
+        MirrorWriter(lying).claim("run", 2, -1, seen)
 
 
 def test_a_writer_that_lost_its_claim_leaves_the_copy_of_the_head_alone(lying: Lying, tmp_path: Path) -> None:
