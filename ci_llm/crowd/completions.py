@@ -61,7 +61,7 @@ class Drawer:
     """Draws completions.
 
     Args:
-        tick: called before every token, as a sign of life.
+        tick: called after every token, as a sign of life.
 
     Attributes:
         most: how many texts are open at a time; fewer where memory ran out.
@@ -221,7 +221,7 @@ class RewardScorer:
         batches: Iterable[Sequence[int]],
         stop: Callable[[], bool] = lambda: False,
     ) -> Scores | None:
-        """The scores of these rows, in their order; None if `stop`, which is asked before every token, says True.
+        """The scores of these rows, in their order; None if `stop`, which is asked after every token, says True.
 
         Args:
             batches: numbers of rows, of which each batch is answered at the same time.

@@ -29,7 +29,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
-from ci_llm.core.memory import is_out_of_memory
 from ci_llm.crowd.aggregators import aggregate, find_vote, is_mean
 from ci_llm.crowd.decoder import Decoder, decodes
 from ci_llm.crowd.metrics import AnswerStyle, final_answer
@@ -113,7 +112,12 @@ def generate_each(
     how, include_agents = wanted.decoding, wanted.include_agents
     size = len(requests_of(crowd, 0, [0], how, include_agents=include_agents))
     groups = (requests_of(crowd, *each, how, include_agents=include_agents) for each in asked)
-    for requests in written(crowd, groups, size, at_a_time * size, wanted.stop, wanted.is_over):
+    found = written(crowd, groups, size, at_a_time * size, wanted.stop, wanted.is_over)
+    while True:
+        with in_one_message(crowd):
+            requests = next(found, None)
+        if requests is None:
+            return
         yield generated_of(crowd, requests, wanted)
 
 
@@ -133,16 +137,9 @@ def written(
         most: the number of texts written at the same time.
         stop, is_over: as in `Wanted`.
 
-    Raises:
-        ModelError: the base cannot generate.
     """
-    found = (_by_decoder if decodes(crowd) else _by_transformers)(crowd, iter(groups), size, most, stop, is_over)
-    while True:
-        with in_one_message(crowd):
-            requests = next(found, None)
-        if requests is None:
-            return
-        yield requests
+    write = _by_decoder if decodes(crowd) else _by_transformers
+    return write(crowd, iter(groups), size, most, stop, is_over)
 
 
 @contextmanager
@@ -151,8 +148,6 @@ def in_one_message(crowd: CrowdModel) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error):  # the caller may ask for fewer texts
-            raise
         raise unusable_base(crowd.model, crowd.base_name, f"cannot generate ({describe_error(error)})") from error
 
 

@@ -79,12 +79,8 @@ class Segments:
         """
         key = (parts, length, window, like.dtype, like.device)
         if key not in self._masks:
-            part = torch.arange(len(parts)).repeat_interleave(torch.tensor(parts))
-            position = torch.cat([torch.arange(n) + (parts[0] if at else 0) for at, n in enumerate(parts)])
-            distance = position[-length:, None] - position
-            seen = ((part == 0) | (part == part[-length:, None])) & (distance >= 0) & (distance < (window or len(part)))
-            mask = torch.zeros(seen.shape, dtype=like.dtype).masked_fill(~seen, float("-inf"))
-            self._masks[key] = mask.to(like.device, non_blocking=True)
+            seen = _seen(parts, length, window, like.device)
+            self._masks[key] = torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, float("-inf"))
         return self._masks[key]
 
     def in_units(self, heads: int) -> Segments:
@@ -187,6 +183,19 @@ def _needs_window(module: torch.nn.Module) -> bool:
     if kinds and number is not None:
         return "sliding" in kinds[number] or "chunked" in kinds[number]
     return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True) is not False
+
+
+def _seen(parts: tuple[int, ...], length: int, window: int | None, device: torch.device) -> Tensor:
+    """Which of the T tokens of these parts each of the last `length` attends to: [length, T] bool."""
+    total = sum(parts)
+    if len(parts) == 1 or length < total:  # one text in the order of its positions, which may be long
+        seen = torch.ones(length, total, dtype=torch.bool, device=device).tril(total - length)
+        return seen if window is None else seen.triu(total - length + 1 - window)
+    part = torch.arange(len(parts)).repeat_interleave(torch.tensor(parts))
+    position = torch.cat([torch.arange(n) + (parts[0] if at else 0) for at, n in enumerate(parts)])
+    distance = position[:, None] - position
+    seen = ((part == 0) | (part == part[:, None])) & (distance >= 0) & (distance < (window or total))
+    return seen.to(device)
 
 
 def _is_faster_explicit(key: Tensor, *, fast: bool) -> bool:

@@ -161,7 +161,8 @@ class MirrorWriter:
             Conflict: at a claim. LostClaim: later. MirrorUnreachable.
         """
         data = new.dump()
-        error: Exception = MirrorUnreachable("the store does not hold the head that was written", where=self._reader.url)
+        what = "the store does not hold the head that was written"
+        error: Exception = MirrorUnreachable(what, where=self._reader.url)
         try:
             self._objects.swap(HEAD, data, version)
         except MirrorUnreachable as failure:

@@ -315,6 +315,14 @@ def test_built_in_rewards_read_the_rows_own_columns_and_keep_their_settings(tmp_
     assert found.tolist() == [[1.0, 1.0, 1.0, 0.75], [0.0, 1.0, 0.0, 0.5]]
 
 
+def test_a_final_number_is_not_rewarded_where_the_answer_has_none(tmp_path: Path) -> None:
+    base = load_base("embedded", "fp32")
+    rows = read_rows(tmp_path, [{"prompt": "two?", "completion": "none of these"}] * 3, base.tokenizer)
+    rewards = rewards_of(("final_number",), None, 4)
+    found = rewards_of_group(rewards, Asking.of(rows, 0), ["I do not know", "it is 3"], [[1], [1]], "", None)
+    assert found.isnan().all()
+
+
 SEEN: Final[list[tuple[str, list[int]]]] = []
 
 

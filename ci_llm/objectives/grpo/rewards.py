@@ -127,10 +127,13 @@ def last_number(text: str) -> float | None:
 # Their settings are closed over: an argument could be replaced by a column of the same name.
 
 
-def _compared(named: str | None, is_right: Callable[[str, str], bool]) -> Function:
+def _compared(named: str | None, read: Callable[[str], object]) -> Function:
+    """1 where `read` finds the same in a completion as in the right answer, and None where it finds nothing there."""
+
     def reward(completions: Sequence[Any], rows: Sequence[Mapping[str, Any]], **_: Any) -> list[float | None]:
-        answers = zip(completions, _answers(rows, named), strict=True)
-        return [None if want is None else float(is_right(text_of(own), str(want))) for own, want in answers]
+        wanted = [None if want is None else read(str(want)) for want in _answers(rows, named)]
+        pairs = zip(completions, wanted, strict=True)
+        return [None if want is None else float(read(text_of(own)) == want) for own, want in pairs]
 
     return reward
 
@@ -143,11 +146,8 @@ def _length(most: int) -> Function:
     return lambda completion_ids, **_: [1 - len(ids) / most for ids in completion_ids]
 
 
-#: Those that compare a completion with the right answer.
-_BUILT_IN: Final[Mapping[str, Callable[[str, str], bool]]] = {
-    "exact_match": lambda own, want: own.strip() == want.strip(),
-    "final_number": lambda own, want: last_number(own) == last_number(want),
-}
+#: Those that compare a completion with the right answer: what they read of both.
+_BUILT_IN: Final[Mapping[str, Callable[[str], object]]] = {"exact_match": str.strip, "final_number": last_number}
 
 
 def judged(reward: Reward, given: Given, where: str, timeout: float | None = None) -> list[float]:
