@@ -24,7 +24,7 @@ from ci_llm.config.foreign import FIELDS, key_of, normalized
 from ci_llm.config.key import Count, Metric
 from ci_llm.config.load import IN_CALL, FileEntries, build_reading, given_in_call, read_sources
 from ci_llm.config.own_keys import OWN_KEYS
-from ci_llm.config.problems import Problem
+from ci_llm.config.problems import Problem, given_twice
 from ci_llm.config.schema import DataKeys, with_trait
 from ci_llm.config.yaml_file import dump_value, read_flow
 
@@ -212,10 +212,13 @@ def _without_spaces(
     entries: Iterable[parsing.Entry], written: _Written, problems: list[Problem]
 ) -> Iterator[parsing.Entry]:
     """The entries that are keys of a run; what is of the sweep goes into `written`, over what is there."""
+    here: dict[str, parsing.Entry] = {}
     for entry in entries:
         name, key = normalized(entry.name), key_of(entry)
         if name in SweepKeys.model_fields:
-            written.keys[name] = entry
+            if name in here and entry.where != parsing.COMMAND_LINE:  # there the last one counts
+                problems.append(given_twice(name, here[name], entry))
+            here[name] = written.keys[name] = entry
         elif (found := _space_of(entry, key, problems)) is None:
             written.spaces.pop(key, None)  # one value on the command line sets a space of the file aside
             yield entry

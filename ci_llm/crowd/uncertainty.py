@@ -227,7 +227,7 @@ class Calibration:
     @classmethod
     def of(cls, record: Any) -> Calibration:
         """The inverse of `record`. Raises ValueError if the record is not a calibration."""
-        return TypeAdapter(cls).validate_python(record)
+        return TypeAdapter(cls).validate_python(record, extra="forbid")
 
 
 def calibrated(calibration: Calibration | None, aggregator: str) -> Logistic | None:

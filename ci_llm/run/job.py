@@ -84,14 +84,18 @@ def run_job(
 
 
 def stopped_before_meeting(
-    config: Config, launch: Launch, interrupts: Interrupts, stop: StoppedBeforeMeeting
+    config: Config, launch: Launch, interrupts: Interrupts, stop: StoppedBeforeMeeting, step: int = 0
 ) -> tuple[str, int]:
-    """Record that a run or a sweep is interrupted; returns the reason, and the last step that is saved."""
+    """Record that a run or a sweep is interrupted; returns the reason, and the last step that is saved.
+
+    Args:
+        step: what a sweep has trained so far, whose checkpoints lie in other folders.
+    """
     logger.warning(str(stop))
     alone = config.model_copy(update={"mirror": None})  # nothing is sent, so no store is opened
     reason = interrupts.stop_reason or ""
     attempt = Attempt(alone, launch, CheckpointManager(config.run_folder), interrupts)
-    return reason, attempt.stopped_before_it_began(reason)
+    return reason, attempt.stopped_before_it_began(reason, step)
 
 
 @contextmanager

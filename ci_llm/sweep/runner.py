@@ -216,7 +216,9 @@ class SweepRunner:
                 code = exit_code_after_stop(reason, config.interrupted_exit_code) if reason else 0
                 return sweep, code
         except StoppedBeforeMeeting as stop:
-            reason, _ = stopped_before_meeting(config, self._launch, self._interrupts, stop)
+            known = known_sweep(self._reading)
+            done = 0 if known is None else _steps_done(known)
+            reason, _ = stopped_before_meeting(config, self._launch, self._interrupts, stop, done)
             return None, exit_code_after_stop(reason, config.interrupted_exit_code)
 
     def _lead(self, processes: Processes) -> tuple[Sweep, str | None]:

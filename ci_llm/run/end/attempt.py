@@ -189,9 +189,9 @@ class Attempt:
             logger.info(line)
         return line
 
-    def stopped_before_it_began(self, reason: str) -> int:
+    def stopped_before_it_began(self, reason: str, step: int = 0) -> int:
         """Record the interruption, unless another attempt has the folder; returns the last step that is saved."""
-        step, last = max(self.manager.all_steps(), default=0), readable_status(self.config.run_folder)
+        step, last = max(self.manager.all_steps(), default=step), readable_status(self.config.run_folder)
         if self.launch.is_main_process and (last is None or last.status != "completed"):
             with suppress(WriterBusy):
                 self._take_number(self._lease(step), step)

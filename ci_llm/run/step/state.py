@@ -410,4 +410,4 @@ class TrainState:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
         """The inverse of `dataclasses.asdict`, also after a way through JSON."""
-        return TypeAdapter(cls).validate_python(values)
+        return TypeAdapter(cls).validate_python(values, extra="forbid")
