@@ -156,7 +156,7 @@ def _pull(call: argparse.Namespace) -> int:
     """Bring one checkpoint, or what a run needs to resume, onto this disk."""
     from ci_llm.checkpoints.manager import CheckpointManager
     from ci_llm.mirror.filling import fill, open_mirror, write_opened
-    from ci_llm.run.end.mirroring import RUN_FILES
+    from ci_llm.run.mirroring import RUN_FILES
 
     reader, head, name = open_mirror(call.url, "URL")
     if name is not None:
@@ -184,7 +184,7 @@ def _push(call: argparse.Namespace) -> int:
     from ci_llm.checkpoints.manager import CheckpointManager
     from ci_llm.mirror.head import NOBODY, Found, read_token
     from ci_llm.mirror.sender import Mirror
-    from ci_llm.run.end.mirroring import RUN_FILES
+    from ci_llm.run.mirroring import RUN_FILES
 
     if not current_line(call.run):
         raise BadInput("there is no checkpoint here", where=str(call.run), hint="give the output_dir of a run")

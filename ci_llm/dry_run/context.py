@@ -21,7 +21,7 @@ from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
-from ci_llm.run.end.attempt import Attempt
+from ci_llm.run.attempt import Attempt
 from ci_llm.run.start.cost_model import Trace
 from ci_llm.run.trainer import Trainer
 

@@ -26,14 +26,14 @@ from ci_llm.data.units import Unit
 from ci_llm.dry_run.context import TOY_STEPS, CheckContext
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send
-from ci_llm.run.end.attempt import Attempt
+from ci_llm.run.attempt import Attempt
 from ci_llm.run.evaluation import conclude
 from ci_llm.run.loop import Batches, steps, train
 from ci_llm.run.one_layer import record_bits
 from ci_llm.run.saving import contents_of
 from ci_llm.run.setup import assemble, build_crowd, set_determinism
 from ci_llm.run.start.loading import open_base, training_rows
-from ci_llm.run.start.resume import newest_source
+from ci_llm.run.start.resume import Resume, newest_source
 from ci_llm.run.trainer import Trainer
 
 TERMINATED = "signal:SIGTERM"
@@ -127,7 +127,7 @@ def checkpoint(context: CheckContext) -> str:
         raise CheckpointError(
             f"the checkpoint of step {trainer.state.step} is not found again", where=str(context.scratch)
         )
-    trainer.state = trainer.checkpoint.restore(source).state
+    trainer.state = Resume(trainer.checkpoint, source).restore().state
     _compare(wanted, _bits(contents_of(trainer, context.attempt)[0]), str(source.folder))
     if result is None:  # on every process but the one that writes
         return ""

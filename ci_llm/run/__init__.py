@@ -1,1 +1,1 @@
-"""A run from its first line to its last: set up, resumed, trained, evaluated, concluded."""
+"""A run from its first line to its last: set up, resumed, trained, saved, evaluated, concluded."""

@@ -15,7 +15,7 @@ from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd.objective import GrpoObjective
 from ci_llm.data.batches import MicroBatch
 from ci_llm.distributed.ballot import Ballot, Verdict
-from ci_llm.run.end.attempt import Attempt
+from ci_llm.run.attempt import Attempt
 from ci_llm.run.one_layer import record_bits
 from ci_llm.run.saving import save_before_error
 from ci_llm.run.step.gradients import Sums, num_sums

@@ -22,11 +22,11 @@ from torch import Tensor
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.errors import BadInput
-from ci_llm.run.end.attempt import Attempt
+from ci_llm.run.attempt import Attempt
 from ci_llm.run.one_layer import record_bits
+from ci_llm.run.run_checkpoint import STOPPED
 from ci_llm.run.start.agent_settings import crowd_settings, objective_of, prepare_agents
 from ci_llm.run.start.loading import steps_of
-from ci_llm.run.start.resume import STOPPED
 from ci_llm.run.step.requests import decide, read_waiting
 from ci_llm.run.step.state import CrowdChange, TrainState
 from ci_llm.run.trainer import Trainer
@@ -108,7 +108,7 @@ def _prepare_agents(trainer: Trainer) -> None:
     state, rows = trainer.state, trainer.checkpoint.rows
     own = [rows[number] for number in state.numbers]
     prepare_agents(trainer.crowd.agents, trainer.present_config, own, state.rows_per_step, trainer.total_steps)
-    trainer.checkpoint.crowd_changed(state.numbers)
+    trainer.checkpoint.crowd_changed(trainer.present_config)
 
 
 def _fill(

@@ -30,7 +30,7 @@ from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint, RewardFailed
 from ci_llm.report.scores import rows_evaluated
-from ci_llm.run.end.attempt import Attempt
+from ci_llm.run.attempt import Attempt
 from ci_llm.run.end.result import final_card, score_table
 from ci_llm.run.reporting import call_event
 from ci_llm.run.saving import save_before_error

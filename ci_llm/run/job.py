@@ -25,21 +25,21 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import monitored
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.trackers import require_installed
+from ci_llm.run.attempt import Attempt, end_at_once
 from ci_llm.run.crowd_changes import return_to
-from ci_llm.run.end.attempt import Attempt, end_at_once
 from ci_llm.run.end.emergency_save import EmergencySave
-from ci_llm.run.end.mirroring import require_store
 from ci_llm.run.end.result import Result, log_next_steps, push_result, write_page
 from ci_llm.run.end.watchdog import Stacks, Watchdog
 from ci_llm.run.evaluation import conclude, known_conclusion, note_evaluation
 from ci_llm.run.loop import steps, train
+from ci_llm.run.mirroring import require_store
 from ci_llm.run.one_layer import choose_kernels, choose_threads, record_bits
 from ci_llm.run.reporting import call_event, describe_stop, keys_to_go_on, outlook, position
 from ci_llm.run.saving import contents_of
 from ci_llm.run.setup import build, check_folder, require_no_sweep
 from ci_llm.run.start import beginning
 from ci_llm.run.start.loading import Loaded
-from ci_llm.run.start.resume import Source
+from ci_llm.run.start.resume import Resume, Source
 from ci_llm.run.step.callbacks import Callbacks
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.step.step_metrics import Learning
@@ -253,18 +253,18 @@ def _resume(trainer: Trainer, attempt: Attempt, start: beginning.Start, requests
     record_bits(trainer, recorded.get("layer", {}).get("lengths", ()))
     if start.source is None:
         return
-    attempt.exactness = trainer.checkpoint.restore_environment(start.source, trainer.state)
+    attempt.exactness = Resume(trainer.checkpoint, start.source).restore_environment(trainer.state)
     _log_line(f"exactness: {attempt.exactness}")
     _recover_evaluation(trainer, attempt, from_log=start.is_own)
 
 
 def _restore(trainer: Trainer, attempt: Attempt, start: beginning.Start, source: Source) -> None:
     """Bring the run to the step of the checkpoint; order, length and schedule follow from it."""
-    saved = TrainState.from_dict(source.checkpoint.state["train_state"])
+    resume, saved = Resume(trainer.checkpoint, source), TrainState.from_dict(source.checkpoint.state["train_state"])
     if saved.history.made:
-        trainer.checkpoint.require_same_settings(source)  # before its agents look for their rows in these settings
+        resume.require_same_settings()  # before its agents look for their rows in these settings
     return_to(trainer, saved)
-    restored = trainer.checkpoint.restore(source)
+    restored = resume.restore()
     trainer.state, attempt.log.known_tracker_state = restored.state, restored.trackers
     step, last = trainer.state.step, trainer.total_steps
     if trainer.is_finished and not start.is_own:

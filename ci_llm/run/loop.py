@@ -31,8 +31,8 @@ from ci_llm.data.batches import MicroBatch, of_agents
 from ci_llm.data.loader import any_number_of_workers, loader_of
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.run.agreement import agree_on_gradients
+from ci_llm.run.attempt import Attempt
 from ci_llm.run.crowd_changes import change_crowd
-from ci_llm.run.end.attempt import Attempt
 from ci_llm.run.evaluation import evaluate
 from ci_llm.run.reporting import call_event, report
 from ci_llm.run.saving import save

@@ -16,7 +16,7 @@ from ci_llm.core.quantities import count
 from ci_llm.crowd.objective import GrpoObjective
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.logs.progress import Position
-from ci_llm.run.end.attempt import Attempt
+from ci_llm.run.attempt import Attempt
 from ci_llm.run.step.callbacks import Event, TrainerState
 from ci_llm.run.step.nonfinite import Findings, recovery_metrics
 from ci_llm.run.trainer import Trainer

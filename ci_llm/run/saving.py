@@ -1,4 +1,4 @@
-"""The saves of a run between two steps; what a checkpoint holds is `RunCheckpoint`'s (start/resume.py)."""
+"""The saves of a run, after a step or before an error; `RunCheckpoint` collects what they hold (run_checkpoint.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from ci_llm.run.end.attempt import Attempt
+from ci_llm.run.attempt import Attempt
 from ci_llm.run.reporting import call_event
 from ci_llm.run.trainer import Trainer
 

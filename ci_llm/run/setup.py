@@ -29,11 +29,11 @@ from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.precision import slow_bf16
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
-from ci_llm.run.end.attempt import Attempt
+from ci_llm.run.attempt import Attempt
+from ci_llm.run.run_checkpoint import RunCheckpoint
 from ci_llm.run.start import agent_settings, loading
 from ci_llm.run.start.cost_model import settle
 from ci_llm.run.start.optimizer import optimizer_of
-from ci_llm.run.start.resume import RunCheckpoint
 from ci_llm.run.step.evaluator import Evaluator
 from ci_llm.run.step.nonfinite import LastGood, NonFiniteResponse
 from ci_llm.run.step.out_of_memory import MemoryRelief
@@ -162,7 +162,7 @@ def assemble(
     objective = agent_settings.objective_of(config, crowd)
     vote = StopVote(processes, attempt.interrupts, heartbeat)
     files = tokenizer_files(base.tokenizer)
-    checkpoint = RunCheckpoint(config, base, crowd, optimizer, rows, files, last_good, processes, state.numbers)
+    checkpoint = RunCheckpoint(config, base, crowd, optimizer, rows, files, last_good, processes, config)
     return Trainer(
         config=config,
         processes=processes,

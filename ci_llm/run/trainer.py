@@ -21,8 +21,8 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import TrainedObjective
 from ci_llm.data.agent_rows import Courses
 from ci_llm.distributed.processes import Processes, peer_errors
+from ci_llm.run.run_checkpoint import RunCheckpoint
 from ci_llm.run.start.agent_settings import config_of
-from ci_llm.run.start.resume import RunCheckpoint
 from ci_llm.run.step.evaluator import Evaluator
 from ci_llm.run.step.gradients import TrainingPasses
 from ci_llm.run.step.nonfinite import NonFiniteResponse
@@ -84,7 +84,7 @@ class Trainer:
 
     Attributes:
         prepared: crowd and optimizer as the loop takes them.
-        checkpoint: collects what a checkpoint holds, and restores it; it has base, optimizer and rows.
+        checkpoint: collects what a checkpoint holds; it has base, optimizer and rows.
         nonfinite: responds to numbers that are not finite.
         memory: responds where memory runs out.
         rollouts: draws what agents learn from, where the objective asks for it.

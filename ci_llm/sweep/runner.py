@@ -30,7 +30,7 @@ from ci_llm.data.agent_rows import sampled
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, NonFinite, StoppedBeforeMeeting
 from ci_llm.interrupts import Interrupts
-from ci_llm.run.end.attempt import Attempt
+from ci_llm.run.attempt import Attempt
 from ci_llm.run.end.result import write_page
 from ci_llm.run.job import joined, run_among, stopped_before_meeting
 from ci_llm.run.start.cost_model import USABLE, Untraceable, flops_per_s, lengths_of, trace_longest

@@ -19,7 +19,7 @@ import pytest
 from ci_llm.cluster.deadline import Deadline, expected_kill
 from ci_llm.cluster.launch import Launch, read_launch
 from ci_llm.core.run_status import RunStatus, read_status
-from ci_llm.run.end import attempt
+from ci_llm.run import attempt
 
 
 def attempt_at_its_end(folder: Path, steps: list[int], began_at: int = 0, trained: int = 0) -> attempt.Attempt:

@@ -27,9 +27,8 @@ from ci_llm.core.run_status import read_status
 from ci_llm.logs.run_log import RunLog
 from ci_llm.mirror.objects import open_objects
 from ci_llm.mirror.reader import MirrorReader
-from ci_llm.run import call, job
-from ci_llm.run.end import attempt
-from ci_llm.run.end.mirroring import RunMirror
+from ci_llm.run import attempt, call, job
+from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.step.callbacks import TrainerControl, TrainerState
 from ci_llm.run.step.evaluator import Evaluator
 

@@ -20,7 +20,7 @@ from ci_llm.core.run_status import read_status
 from ci_llm.crowd import generation, scoring
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoder import Decoder, Request
-from ci_llm.run.end.attempt import Attempt
+from ci_llm.run.attempt import Attempt
 from ci_llm.run.end.watchdog import FIRST_S, LEAST_S, TIMES, SilenceTimer, Stacks, Watchdog
 from ci_llm.run.step.rounds import Heartbeat
 from tests.support.faults import KEYS, Fault, fired, said, train, train_with_faults, wrap
@@ -76,7 +76,7 @@ def test_a_hang_is_reported_although_the_disk_refuses_every_write(
     attempt.number, attempt.processes = 1, SimpleNamespace(process_index=0)
     attempt.status = SimpleNamespace(finish=lambda status, *_: ends.append(status))
     with Stacks() as stacks_on_demand, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ci_llm.run.end.attempt.command_line", lambda _: "again")
+        patch.setattr("ci_llm.run.attempt.command_line", lambda _: "again")
         watchdog = Watchdog(attempt, Heartbeat(), lambda: 4, stacks_on_demand)
         watchdog._report("no progress for 3 s")
     assert "no progress for 3 s" in capfd.readouterr().err

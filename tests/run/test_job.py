@@ -26,9 +26,8 @@ from ci_llm.crowd import publishing
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.logs.run_log import RunLog
-from ci_llm.run import loop
-from ci_llm.run.end import attempt
-from ci_llm.run.end.mirroring import RunMirror
+from ci_llm.run import attempt, loop
+from ci_llm.run.mirroring import RunMirror
 
 pytestmark = pytest.mark.usefixtures("threads_as_they_were")
 ROOT = Path(__file__).parents[2]

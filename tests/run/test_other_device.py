@@ -20,8 +20,9 @@ from ci_llm.core import determinism
 from ci_llm.distributed import precision
 from ci_llm.distributed.precision import Speed
 from ci_llm.embedded import BASE_FOLDER
+from ci_llm.run.run_checkpoint import RunCheckpoint
 from ci_llm.run.setup import set_determinism
-from ci_llm.run.start.resume import RunCheckpoint
+from ci_llm.run.start.resume import Resume
 from ci_llm.run.step.nonfinite import placed
 from ci_llm.run.step.state import TrainState
 from tests.support.small_run import WORDS
@@ -145,13 +146,12 @@ def test_generators_are_restored_on_as_many_processes_and_seeded_on_others(proce
         determinism.seed_everything("process", index)
         saved[f"process{index}"] = determinism.capture()
     wanted = draw()  # of process 1
-    part: Any = SimpleNamespace(
-        processes=SimpleNamespace(process_index=processes - 1, num_processes=processes), config=Config(seed=3)
-    )
+    at = SimpleNamespace(process_index=processes - 1, num_processes=processes)
+    part: Any = SimpleNamespace(run=SimpleNamespace(processes=at, config=Config(seed=3)))
     drawn = []
     for before in range(2):
         determinism.seed_everything("whatever it was before", before)
-        assert RunCheckpoint._restore_generators(part, saved, 5, processes == len(saved)) == []
+        assert Resume._restore_generators(part, saved, 5, processes == len(saved)) == []
         drawn.append(draw())
     determinism.restore(kept)
     assert drawn[0] == drawn[1]

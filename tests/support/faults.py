@@ -33,8 +33,8 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.model import CrowdOutput
 from ci_llm.data import batches, loader
 from ci_llm.lora import kernels, products
-from ci_llm.run import loop
-from ci_llm.run.end import attempt, result
+from ci_llm.run import attempt, loop
+from ci_llm.run.end import result
 from ci_llm.run.end import watchdog as hang_watch
 from ci_llm.run.end.watchdog import SilenceTimer
 from ci_llm.run.step import gradients

@@ -20,8 +20,7 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.cli.main import main
 from ci_llm.config import parse_config
 from ci_llm.core.run_status import read_status
-from ci_llm.run import loop
-from ci_llm.run.end import attempt
+from ci_llm.run import attempt, loop
 from ci_llm.sweep.sweep import Sweep
 from tests.support.campaign import drawn
 from tests.sweep.trials import KEYS, LOADED, by_hand, called, facts, record, single, words

@@ -1,1 +1,1 @@
-"""The end of a run: in time, or hanging, or failed; its last save, its mirror, and what it leaves for people."""
+"""The end of a run: killed in the middle of a step, or hanging, or complete; and the result that it leaves."""

@@ -33,7 +33,7 @@ from ci_llm.core import determinism
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_status import read_status
 from ci_llm.errors import BadInput, PeerLost, WriterBusy
-from ci_llm.run.end.attempt import Attempt, described
+from ci_llm.run.attempt import Attempt, described
 
 logger = logging.getLogger(__name__)
 

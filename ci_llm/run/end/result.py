@@ -25,7 +25,7 @@ from ci_llm.objectives import head_size
 from ci_llm.report.facts import read_metrics
 from ci_llm.report.page import curves_command, write_report
 from ci_llm.report.scores import scores, table
-from ci_llm.run.end.attempt import Attempt, described
+from ci_llm.run.attempt import Attempt, described
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]

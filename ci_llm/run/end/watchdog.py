@@ -25,7 +25,7 @@ from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.errors import Hang
 from ci_llm.interrupts import STACKS_SIGNAL
 from ci_llm.logs.run_log import LOG_NAME
-from ci_llm.run.end.attempt import Attempt
+from ci_llm.run.attempt import Attempt
 from ci_llm.run.step.rounds import Heartbeat
 
 #: The limit until a step was measured: as long as a collective waits for a machine that went silent.

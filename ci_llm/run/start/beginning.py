@@ -35,7 +35,7 @@ from ci_llm.core.run_folder import (
 from ci_llm.core.run_status import last_attempt
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, ConfigError, LaunchError, ProgressLost
-from ci_llm.run.end.mirroring import RunMirror
+from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.start.resume import Source, newest_source, open_source
 from ci_llm.run.step.requests import forget_after, read_record
 from ci_llm.run.step.state import CrowdChange, TrainState

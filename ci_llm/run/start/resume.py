@@ -1,4 +1,4 @@
-"""The checkpoint of a run: what it holds, how a run resumes from it, and how exactly.
+"""How a run resumes from a checkpoint, and how exactly; what a checkpoint holds is said in run_checkpoint.py.
 
 The log names a grade of exactness: `bitwise` (the names of `core/numerics.py` and the digest of a layer are those of
 the checkpoint, and so are processes, micro-batch and threads), `sample-exact` (the same samples in the same optimizer
@@ -10,38 +10,28 @@ are others.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-from torch import nn
-
-from ci_llm.base.load import Base, short_name
+from ci_llm.base.load import short_name
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import read_manifest
-from ci_llm.checkpoints.saver import EachProcess
 from ci_llm.config import Change, Config, as_typed, parse_config
-from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
 from ci_llm.config.schema import with_trait
 from ci_llm.core import determinism
 from ci_llm.core.numerics import differences
 from ci_llm.core.remote import is_url
-from ci_llm.crowd.crowd import Crowd, load_state, shape_of, state_of
+from ci_llm.crowd.crowd import load_state, shape_of
 from ci_llm.crowd.given_path import META, require_checkpoint, require_run
-from ci_llm.crowd.importing import fingerprint_of_start
-from ci_llm.data.agent_rows import fingerprint_of
-from ci_llm.data.tokens import TokenizedRows
-from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
 from ci_llm.mirror.filling import local_copy
-from ci_llm.run.start.agent_settings import config_of
-from ci_llm.run.step.nonfinite import LastGood, placed
+from ci_llm.run.run_checkpoint import STOPPED, RunCheckpoint, in_episode
+from ci_llm.run.step.nonfinite import placed
 from ci_llm.run.step.state import TrainState
 
-STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
 #: Keys whose effect `RunCheckpoint.environment` records, such as that of `batch_size`; the effect is compared.
 _RECORDED: Final = frozenset(with_trait("recorded"))
 #: The entries of an environment that are compared one by one.
@@ -134,172 +124,55 @@ class Restored:
     lines: Sequence[str]
 
 
-@dataclass
-class RunCheckpoint:
-    """Collects the contents of a run's checkpoints, and restores the run from one.
+@dataclass(frozen=True)
+class Resume:
+    """A run that resumes.
 
     Attributes:
-        rows: the rows of the training; their fingerprint goes into the manifest.
-        tokenizer_files: name -> content.
-        last_good: the snapshots of agents; a checkpoint has those of agents in an episode of nonfinite steps.
-        stopped: the adapters of agents that have left the crowd, by the names of their files.
-        bits: the names and the digest of `record_bits` (run/one_layer.py).
-        numbers: of the agents that stand in the crowd.
+        run: the present run, which compares itself with the checkpoint and takes its contents.
+        source: the checkpoint.
     """
 
-    config: Config
-    base: Base
-    crowd: Crowd
-    optimizer: torch.optim.Optimizer
-    rows: Sequence[TokenizedRows]
-    tokenizer_files: Mapping[str, bytes]
-    last_good: LastGood
-    processes: Processes
-    numbers: Sequence[int]
-    stopped: dict[str, Any] = field(default_factory=dict)
-    bits: dict[str, Any] = field(default_factory=dict)
+    run: RunCheckpoint
+    source: Source
 
-    @cached_property
-    def description(self) -> dict[str, Any]:
-        """What each checkpoint of the present crowd holds alike, by the names of its files."""
-        config = config_of(self.config, self.numbers)
-        settings = {"agents": _settings_of_agents(config)} if config.agents else {}
-        state = state_of(self.crowd, self.base.fingerprint, **settings)
-        return {
-            # The tensors of agents move to new memory whenever the crowd is prepared: a save looks for them itself.
-            **{key: value for key, value in state.items() if key == META or key.endswith("/adapter_config")},
-            "config.yaml": self.config.dump().encode(),
-            **{f"tokenizer/{name}": data for name, data in self.tokenizer_files.items()},
-        }
-
-    @cached_property
-    def fingerprints(self) -> dict[str, str]:
-        """Those that must be the same for a run to be the same run."""
-        return {
-            "base": self.base.fingerprint,
-            "base_rounded": self.base.rounded_fingerprint,
-            "data": fingerprint_of(self.rows),
-            **fingerprint_of_start(self.crowd),
-        }
-
-    def crowd_changed(self, numbers: Sequence[int]) -> None:
-        """Other agents stand in the crowd from now on."""
-        self.numbers = numbers
-        for name in ("description", "fingerprints"):
-            self.__dict__.pop(name, None)
-
-    def contents(
-        self,
-        state: TrainState,
-        learning_rate: float,
-        trackers: Mapping[str, str],
-        generators: Sequence[dict[str, Any] | None] = (),
-    ) -> dict[str, Any]:
-        """The state of the run as the manager wants it: keys name files.
-
-        Args:
-            learning_rate: the learning rate of the last step.
-            trackers: ids under which trackers know the run.
-            generators: `determinism.capture()` of every process by index, None where it is not known; by default `save`
-                collects them.
-
-        Every micro-step sets the generators by a key, so an agent needs no state of them. They are exchanged all the
-        same: a process without a row in a step keeps those of the step before, and a callback may draw from them. It
-        costs about 16 kB a process in the one collective that a save needs anyway (tests/checkpoints/test_costs.py).
-        """
-        known = {f"process{i}": each for i, each in enumerate(generators) if each is not None}
-        return {
-            **{f"{agent.name}/adapter_model": agent.state_dict() for agent in self.crowd.agents},
-            **self.description,
-            **self.stopped,
-            "optimizer": {name: dict(self.optimizer.state[row]) for name, row in self._named_rows()},
-            "scheduler": {
-                "type": self.config.lr_scheduler_type,
-                "last_step": state.step,
-                "last_learning_rate": learning_rate,
-            },
-            "train_state": asdict(state),
-            # An agent outside of an episode is its own good snapshot: an older one would double every checkpoint.
-            "guard": self.last_good.state_of(_in_episode(state)),
-            "trackers": dict(trackers),
-            "rng": known if generators else EachProcess(determinism.capture()),
-        }
-
-    def agents_tokenizers(self) -> dict[str, bytes]:
-        """The tokenizer, with the chat template that was in force, beside each adapter: each may be used alone."""
-        files = self.tokenizer_files.items()
-        return {f"{agent}/{name}": data for agent in self.crowd.names for name, data in files}
-
-    def _named_rows(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return zip(self.crowd.names, self.crowd.storage.rows, strict=True)
-
-    def info(self, state: TrainState, epoch: float) -> dict[str, Any]:
-        """The information for the manifest: the position, and what a resume compares."""
-        return {
-            "epoch": epoch,
-            "position": state.samples_seen,
-            "fingerprints": self.fingerprints,
-            "surroundings": self.environment(state),
-        }
-
-    def environment(self, state: TrainState) -> dict[str, Any]:
-        """The surroundings that must be the same for a run to have the same bits."""
-        on_cpu = self.crowd.device.type == "cpu"
-        parts = len(self.crowd.storage.gradients_to_add) if self.processes.num_processes > 2 else 1
-        return {
-            "processes": self.processes.num_processes,
-            "micro_batch": state.recovery.limit(self.config.batch_size),
-            "threads": torch.get_num_threads(),
-            "pass_per_agent": self.crowd.storage.pass_per_agent,
-            "shared_prompts": self.crowd.shares_prompts,
-            "all_reduce": "one for each agent" if parts > 1 else "one",  # on two processes the bits are the same
-            # Kernels with a deterministic form take it only where anything else is an error: attention does not after
-            # warn_only (`deterministic: auto`).
-            "deterministic": on_cpu
-            or (
-                torch.are_deterministic_algorithms_enabled()
-                and not torch.is_deterministic_algorithms_warn_only_enabled()
-            ),
-            **self.bits,
-        }
-
-    def restore(self, source: Source) -> Restored:
+    def restore(self) -> Restored:
         """Put weights and moments of the checkpoint in place. Nothing is changed if the checkpoint does not fit.
 
         Raises:
             ForeignCheckpoint: another K, rank, base or data.
             BadInput: a changed configuration would train on other samples or with other mathematics.
         """
-        saved = source.checkpoint.state
-        changes = self._changes(source)
-        self._require_same_crowd(source, changes)
-        self.require_same_settings(source)
-        self._require_same_rows(source, changes)
+        saved = self.source.checkpoint.state
+        changes = self._changes()
+        self._require_same_crowd(changes)
+        self.require_same_settings()
+        self._require_same_rows(changes)
         state = TrainState.from_dict(saved["train_state"])
-        self.stopped.update({key: value for key, value in saved.items() if key.startswith(STOPPED)})
-        load_state(self.crowd, saved, str(source.folder))
-        for name, row in self._named_rows():
-            self.optimizer.state[row] = placed(saved["optimizer"].get(name, {}), row, self.optimizer)
-        self.last_good.load(_in_episode(state), saved["guard"])
-        return Restored(state, dict(saved["trackers"]), _shown(changes, self.config))
+        self.run.stopped.update({key: value for key, value in saved.items() if key.startswith(STOPPED)})
+        load_state(self.run.crowd, saved, str(self.source.folder))
+        for name, row in self.run.named_rows():
+            self.run.optimizer.state[row] = placed(saved["optimizer"].get(name, {}), row, self.run.optimizer)
+        self.run.last_good.load(in_episode(state), saved["guard"])
+        return Restored(state, dict(saved["trackers"]), _shown(changes, self.run.config))
 
-    def restore_environment(self, source: Source, state: TrainState) -> str:
+    def restore_environment(self, state: TrainState) -> str:
         """Set the generators as they were; returns the grade, and what lowers it, for people. `bits` are recorded."""
-        before: Any = source.checkpoint.manifest.info["surroundings"]
-        same_processes = before["processes"] == self.processes.num_processes
-        now = self.environment(state)
-        if self.crowd.device.type != "cpu":
+        before: Any = self.source.checkpoint.manifest.info["surroundings"]
+        same_processes = before["processes"] == self.run.processes.num_processes
+        now = self.run.environment(state)
+        if self.run.crowd.device.type != "cpu":
             now["threads"] = before["threads"]  # they compute no step
         odd = _differences(before, now)
-        precision, precision_now = self._precisions(source)
+        precision, precision_now = self._precisions()
         if precision != precision_now:
             odd.append(f"precision of the base {precision} -> {precision_now}")
-        odd += self._restore_generators(source.checkpoint.state["rng"], state.step, same_processes)
-        changes = _bits_changing(self._changes(source), self.config)
+        odd += self._restore_generators(self.source.checkpoint.state["rng"], state.step, same_processes)
+        changes = _bits_changing(self._changes(), self.run.config)
         odd += [f"{change.key} {change.old} -> {change.new}" for change in changes if change.kind == "free"]
         odd += _other_bits(before, now, odd)
         others = [change.key for change in changes if change.kind != "free"]
-        if source.fingerprints["data"] != self.fingerprints["data"]:
+        if self.source.fingerprints["data"] != self.run.fingerprints["data"]:
             others.append("training rows")
         grade = "bitwise"
         if odd or not now["deterministic"]:
@@ -314,9 +187,9 @@ class RunCheckpoint:
         in another way, and the generators begin from a key, so that a repeated resume draws the same. Every micro-step
         sets them by a key in any case: this is for what draws between the steps, such as a callback.
         """
-        index, count = self.processes.process_index, self.processes.num_processes
+        index, count = self.run.processes.process_index, self.run.processes.num_processes
         if not same_processes:
-            determinism.seed_everything(self.config.seed, "processes", step, count, index)
+            determinism.seed_everything(self.run.config.seed, "processes", step, count, index)
             return []  # the numbers of processes are named already
         odd = [f"no generators of process {i}" for i in range(count) if f"process{i}" not in saved]
         own = saved.get(f"process{index}")
@@ -324,38 +197,35 @@ class RunCheckpoint:
             odd.append(hindrance)
         return odd
 
-    def _require_same_crowd(self, source: Source, changes: Sequence[Change]) -> None:
-        meta: Any = source.checkpoint.state[META]
-        own: Any = self.description[META]
-        before, now = shape_of(source.checkpoint.state), shape_of({META: own})
+    def _require_same_crowd(self, changes: Sequence[Change]) -> None:
+        meta: Any = self.source.checkpoint.state[META]
+        own: Any = self.run.description[META]
+        before, now = shape_of(self.source.checkpoint.state), shape_of({META: own})
         pairs = {key: (before[key], now[key]) for key in now}
-        if not self._is_same_base(source):
+        if not self._is_same_base():
             pairs |= {
-                "model_name": (short_name(meta["base_model_name_or_path"]), short_name(self.base.name)),
+                "model_name": (short_name(meta["base_model_name_or_path"]), short_name(self.run.base.name)),
                 "weights of the base": (meta["base_fingerprint"], own["base_fingerprint"]),
             }
         odd = [f"{name} was {before!r}, is {now!r}" for name, (before, now) in pairs.items() if before != now]
         if odd:
-            raise self._refusal(
-                ForeignCheckpoint, source, f"the run in this folder has another crowd: {'; '.join(odd)}", changes
-            )
+            what = f"the run in this folder has another crowd: {'; '.join(odd)}"
+            raise self._refusal(ForeignCheckpoint, what, changes)
 
-    def require_same_settings(self, source: Source) -> None:
+    def require_same_settings(self) -> None:
         """Refuse a changed configuration that would train on other samples or with other mathematics.
 
         Raises:
             BadInput: unless `allow_inexact_resume` is set.
         """
-        changes = self._changes(source)
+        changes = self._changes()
         breaking = [c for c in changes if c.kind == "sample-exact"]
-        if breaking and not self.config.allow_inexact_resume:
+        if breaking and not self.run.config.allow_inexact_resume:
             listed = "; ".join(f"{c.key} was {c.old}, is {c.new}" for c in breaking)
             what = f"the run in this folder has other settings: {listed}"
-            raise self._refusal(BadInput, source, what, changes, but="the new settings")
+            raise self._refusal(BadInput, what, changes, but="the new settings")
 
-    def _refusal(
-        self, kind: type[CiLlmError], source: Source, what: str, changes: Sequence[Change], but: str = ""
-    ) -> CiLlmError:
+    def _refusal(self, kind: type[CiLlmError], what: str, changes: Sequence[Change], but: str = "") -> CiLlmError:
         """The error of a run that is not that of the checkpoint.
 
         Args:
@@ -369,46 +239,33 @@ class RunCheckpoint:
             ways.append(f"{' '.join(old)} continues the old run")
         if but:
             ways.append(f"allow_inexact_resume=true continues with {but} from this step")
-        return kind(what, where=str(source.folder), hint="; ".join(ways))
+        return kind(what, where=str(self.source.folder), hint="; ".join(ways))
 
-    def _changes(self, source: Source) -> list[Change]:
+    def _changes(self) -> list[Change]:
         """What differs from the settings of the checkpoint; `model_dtype` by what it means on this device."""
-        before, now = self._precisions(source)
-        return [c for c in source.config.diff(self.config) if c.key != "model_dtype" or before != now]
+        before, now = self._precisions()
+        return [c for c in self.source.config.diff(self.run.config) if c.key != "model_dtype" or before != now]
 
-    def _is_same_base(self, source: Source) -> bool:
+    def _is_same_base(self) -> bool:
         """True if the base has the weights of the checkpoint, bit by bit.
 
         If another device loads them in another precision (`model_dtype: null`), they are compared rounded to bf16.
         """
-        before, now = self._precisions(source)
-        key, own = ("base", self.base.fingerprint) if before == now else ("base_rounded", self.base.rounded_fingerprint)
-        return bool(source.fingerprints[key] == own)
+        (before, now), base = self._precisions(), self.run.base
+        key, own = ("base", base.fingerprint) if before == now else ("base_rounded", base.rounded_fingerprint)
+        return bool(self.source.fingerprints[key] == own)
 
-    def _precisions(self, source: Source) -> tuple[str, str]:
+    def _precisions(self) -> tuple[str, str]:
         """The precision of the base, in the checkpoint and here."""
-        before, now = source.checkpoint.state[META], self.description[META]
+        before, now = self.source.checkpoint.state[META], self.run.description[META]
         return before["base_dtype"], now["base_dtype"]
 
-    def _require_same_rows(self, source: Source, changes: Sequence[Change]) -> None:
+    def _require_same_rows(self, changes: Sequence[Change]) -> None:
         """Refuse other training rows, and other adapters at the start."""
-        before, now = source.fingerprints, self.fingerprints
+        before, now = self.source.fingerprints, self.run.fingerprints
         for key, what in _OTHER_INPUTS.items():
-            if before.get(key) != now.get(key) and not self.config.allow_inexact_resume:
-                raise self._refusal(ForeignCheckpoint, source, what, changes, but="the new ones")
-
-
-def _settings_of_agents(config: Config) -> list[dict[str, Any]]:
-    """Name and settings of every agent, as plain values."""
-    return [
-        {NAME: name, **to_plain({key: getattr(own, key) for key in OWN_KEYS})}
-        for name, own in zip(config.agent_names, config.each_agent, strict=True)
-    ]
-
-
-def _in_episode(state: TrainState) -> list[int]:
-    """Agents in an episode of nonfinite steps."""
-    return [k for k, agent in enumerate(state.agents) if agent.recovery.episode_start is not None]
+            if before.get(key) != now.get(key) and not self.run.config.allow_inexact_resume:
+                raise self._refusal(ForeignCheckpoint, what, changes, but="the new ones")
 
 
 def _bits_changing(changes: Sequence[Change], config: Config) -> list[Change]:

@@ -1,1 +1,1 @@
-"""The parts of a step: state, members, evaluations, callbacks, numbers that are not finite, lack of memory."""
+"""The parts of a step: state, rollout, gradients, metrics, callbacks, evaluator, rounds, requests, what goes wrong."""

@@ -1,4 +1,4 @@
-"""An attempt at a run or a sweep: the lease of its folder, status.json and log, how it ends, which command resumes it.
+"""An attempt at a run or a sweep: its lease, status.json and log, how it begins and ends, which command resumes it.
 
 A process that fails writes the reason to a file first, and enters no collective after that.
 """
@@ -35,7 +35,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, CiLlmError, GivenUp, PeerLost, WriterBusy
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
-from ci_llm.run.end.mirroring import RunMirror
+from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.step.callbacks import Callbacks
 
 logger = logging.getLogger(__name__)
