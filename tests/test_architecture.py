@@ -278,7 +278,7 @@ def test_a_file_says_its_charter_and_stays_one_idea() -> None:
 
 #: At most so many lines of code in a room. Who raises one says why in the same commit; CONTRIBUTING.md has the rule.
 CAPS = {
-    "agents": 370,
+    "agents": 391,
     "base": 905,
     "checkpoints": 2345,
     "cli": 1600,
@@ -294,11 +294,11 @@ CAPS = {
     "files": 434,
     "integrations": 712,
     "logs": 962,
-    "lora": 1233,
+    "lora": 1217,
     "mirror": 907,
     "objectives": 535,
     "report": 1006,
-    "run": 4916,
+    "run": 4905,
     "serve": 1364,
     "supervisor": 1669,
     "sweep": 851,

@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ci_llm.agents.schedules import factor
 from ci_llm.config import Config
 from ci_llm.core.determinism import generator_for
 from ci_llm.core.work import working
@@ -38,7 +39,6 @@ from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize
 from ci_llm.embedded.stories import SPLITS, rows, task_rows
 from ci_llm.errors import BadInput
-from ci_llm.lora.schedules import factor
 from ci_llm.lora.settings import LoraSettings
 
 CONTROL: Final = "own labels"

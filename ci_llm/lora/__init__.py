@@ -1,1 +1,1 @@
-"""K LoRA adapters on one frozen base: adapted layers, their products, passes through the base, heads, schedules."""
+"""K LoRA adapters on one frozen base: adapted layers, their products, passes through the base, heads."""

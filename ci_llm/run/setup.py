@@ -33,7 +33,6 @@ from ci_llm.run.attempt import Attempt
 from ci_llm.run.run_checkpoint import RunCheckpoint
 from ci_llm.run.start import agent_settings, loading
 from ci_llm.run.start.cost_model import settle
-from ci_llm.run.start.optimizer import optimizer_of
 from ci_llm.run.step.evaluator import Evaluator
 from ci_llm.run.step.nonfinite import LastGood, NonFiniteResponse
 from ci_llm.run.step.out_of_memory import MemoryRelief
@@ -182,6 +181,12 @@ def assemble(
         metrics=StepMetrics(state.names, crowd.device),
         learning=Learning(state.names, steps),
     )
+
+
+def optimizer_of(config: Config, crowd: Crowd) -> torch.optim.Optimizer:
+    """The optimizer of the agents of `config`."""
+    betas, groups = (config.adam_beta1, config.adam_beta2), [agent.optimizer_group for agent in crowd.agents]
+    return torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, fused=True)
 
 
 def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:

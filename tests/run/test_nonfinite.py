@@ -13,7 +13,6 @@ from ci_llm.config import Config
 from ci_llm.core.run_folder import Recovery, read_failures, write_recovery
 from ci_llm.core.run_status import read_status
 from ci_llm.distributed.ballot import Verdict
-from ci_llm.run.start.optimizer import schedule
 from ci_llm.run.step.nonfinite import findings_of
 from tests.support.faults import KEYS, Fault, fired, metrics, said, train, train_with_faults, weights
 from tools.testbed.forkserver import ForkServer
@@ -146,14 +145,6 @@ def test_a_dropped_agent_has_no_effect_on_decisions_about_the_others() -> None:
     assert (worse.left_out, worse.nonfinite, worse.bad_batch) == ((0, 1), (0,), False)
     bad = findings_of(verdict(True, False, True), None, dropped=(1,))
     assert (bad.left_out, bad.nonfinite, bad.bad_batch, bad.tokens) == ((0, 1, 2), (0, 2), True, 0)
-
-
-def test_the_schedule_of_a_trial_ends_with_a_whole_trial_and_keeps_the_last_rate() -> None:
-    """Three steps with a schedule of eight have its first three rates; steps after its end keep the last rate."""
-    whole = schedule(Config(learning_rate=1e-3, num_warmup_steps=2), 8)
-    part = schedule(Config(learning_rate=1e-3, num_warmup_steps=2).of_trials(8, {}), 3)
-    assert [part(step) for step in range(8)] == [whole(step) for step in range(8)]
-    assert part(20) == part(8)
 
 
 # A batch

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ci_llm import objectives
 from ci_llm.agents.agent import Agent, Training
+from ci_llm.agents.schedules import schedule
 from ci_llm.config import Config
 from ci_llm.config.own_keys import NAME, OWN_KEYS
 from ci_llm.crowd.crowd import Crowd
@@ -20,7 +21,6 @@ from ci_llm.data.tokens import TokenizedRows
 from ci_llm.lora.settings import FIELD_OF_KEY, AgentLora, LoraSettings
 from ci_llm.objectives.grpo import Grpo
 from ci_llm.objectives.grpo.rewards import rewards_of
-from ci_llm.run.start.optimizer import schedule
 
 
 def lora_settings(config: Config) -> LoraSettings:

@@ -1,7 +1,7 @@
 """The gradients of one optimizer step on this process: its micro-batches, forward and backward.
 
 Losses are summed, so that the gradients of all passes add up. Nothing is sent here: under `no_sync` a process that runs
-out of memory leaves nobody waiting.
+out of memory leaves nobody waiting. `apply_gradients` (loop.py) reduces them, and clips them with `AgentStorage.clip`.
 
 Legend: K agents.
 """

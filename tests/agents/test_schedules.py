@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
+from ci_llm.agents.schedules import factor, schedule
 from ci_llm.config import Config
-from ci_llm.lora.schedules import factor
 
 FOLLOW_THE_LOSS = {"reduce_lr_on_plateau", "greedy"}
 KINDS = sorted({*get_args(Config.model_fields["lr_scheduler_type"].annotation)} - FOLLOW_THE_LOSS)
@@ -30,3 +30,11 @@ def test_every_schedule_of_the_configuration_rises_to_its_peak_and_ends(kind: st
     assert max(map(share, range(100))) == 1.0
     if kind == "warmup_stable_decay":
         assert (share(89), share(91) < 1) == (1.0, True)
+
+
+def test_the_schedule_of_a_trial_ends_with_a_whole_trial_and_keeps_the_last_rate() -> None:
+    """Three steps with a schedule of eight have its first three rates; steps after its end keep the last rate."""
+    whole = schedule(Config(learning_rate=1e-3, num_warmup_steps=2), 8)
+    part = schedule(Config(learning_rate=1e-3, num_warmup_steps=2).of_trials(8, {}), 3)
+    assert [part(step) for step in range(8)] == [whole(step) for step in range(8)]
+    assert part(20) == part(8)

@@ -1,4 +1,7 @@
-"""Learning-rate schedules: those of Transformers as pure functions of the step, with no position to save."""
+"""The scheduled learning rate of a step, a pure function of it; `Trainer.rate_of` adds what faults have cut.
+
+The schedules are those of Transformers, with no position to save.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,20 @@ from typing import Any, Final
 
 import torch
 
+from ci_llm.config import Config
+
 #: Where the schedules `with_min_lr` end, as a share of the peak.
 SMALLEST: Final = 0.1
+
+
+def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
+    """The learning rate as a pure function of the 0-based step.
+
+    That of a trial follows the length of a whole trial, wherever this run ends; later steps have the last rate.
+    """
+    total = config.trial_steps or total_steps
+    share = factor(config.lr_scheduler_type, config.warmup_steps(total), total)
+    return lambda step: config.learning_rate * share(min(step, total))
 
 
 def factor(kind: str, warmup: int, total: int) -> Callable[[int], float]:
