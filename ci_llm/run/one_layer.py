@@ -11,7 +11,7 @@ of `ci_llm/lora/kernels.py`. A part whose losses or gradients differ from those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_leaves
 from ci_llm.base.targets import layer_list, layer_numbers, text_model
 from ci_llm.checkpoints.manifest import digest
 from ci_llm.config import Config
-from ci_llm.config.own_keys import AUTO
 from ci_llm.core import determinism
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.core.numerics import FAST, PLAIN, names, names_of_all
@@ -33,11 +32,9 @@ from ci_llm.data.agent_rows import sampled
 from ci_llm.data.batches import MicroBatch, Owned, pack
 from ci_llm.data.encoder import Example
 from ci_llm.distributed.processes import Processes
-from ci_llm.interrupts import Interrupts
 from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.passes import describe_error, distance, tolerance
 from ci_llm.lora.reading import compute_dtype
-from ci_llm.run.thread_trial import try_threads
 from ci_llm.run.trainer import Trainer
 
 T = TypeVar("T")
@@ -46,8 +43,8 @@ Train = Callable[[list[MicroBatch]], Any]  # what it returns has `sums`, a tenso
 MOST_TOKENS: Final = 512  # of the fixed rows: as many as show which kernels are taken
 WEIGHTS_UP_TO: Final = 0.05  # of the fixed agents: with B = 0 half of their products would be zero
 NOT_A_STEP: Final = -1  # keys what is drawn
-TRIAL_TOKENS: Final = 128  # of the rows of the trial
-TRIAL_TARGETS: Final = 8  # of a row: with all of them, a large vocabulary would outweigh the layer
+TRIAL_TOKENS: Final = 128  # of the rows of the trial of kernels
+TRIAL_TARGETS: Final = 8  # of a row of a trial: with all of them, a large vocabulary would outweigh the layer
 
 
 def record_bits(trainer: Trainer, lengths: Sequence[int] = ()) -> None:
@@ -57,9 +54,9 @@ def record_bits(trainer: Trainer, lengths: Sequence[int] = ()) -> None:
         lengths: the lengths of the fixed rows; by default those of the call before, or of the longest micro-batch.
     """
     crowd, bits, processes = trainer.crowd, trainer.checkpoint.bits, trainer.processes
-    lengths = [*lengths] or bits.get("layer", {}).get("lengths") or _lengths(trainer)
+    lengths = [*lengths] or bits.get("layer", {}).get("lengths") or lengths_of(trainer)
     batch = fixed_batch(crowd, lengths, own_rows=trainer.courses.are_own)
-    found, _ = unless_out_of_memory(partial(layer_digest, crowd, batch, _train(trainer)))
+    found, _ = unless_out_of_memory(partial(layer_digest, crowd, batch, train_of(trainer)))
     processes.follow()  # a process that ran out of memory owes its peers the rest of their gathers
     bits["kernels"] = kernels_of(trainer.config, crowd)
     each = processes.gather_object((names(crowd.device, bits["kernels"]), found))
@@ -72,39 +69,15 @@ def choose_kernels(trainer: Trainer) -> list[str]:
     if trainer.config.kernels == PLAIN:
         return []
     own_rows = trainer.courses.are_own
-    return choose(trainer.crowd, _lengths(trainer), _train(trainer), trainer.processes, own_rows=own_rows)
+    return choose(trainer.crowd, lengths_of(trainer), train_of(trainer), trainer.processes, own_rows=own_rows)
 
 
-def choose_threads(trainer: Trainer, interrupts: Interrupts, recorded: Mapping[str, Any]) -> str | None:
-    """Set the CPU threads: the number given, that of the checkpoint, or by a trial. A collective.
-
-    Args:
-        recorded: the surroundings in the checkpoint that the run resumes from; {} for a fresh start.
-
-    Returns:
-        a line for people about a trial.
-    """
-    config, crowd, processes, threads = trainer.config, trainer.crowd, trainer.processes, trainer.config.cpu_threads
-    if crowd.device.type == "cpu" and threads == AUTO and recorded.get("processes") == processes.num_processes:
-        threads = recorded["threads"]
-    if threads != AUTO:
-        torch.set_num_threads(threads)
-        return None
-    lengths, base = _lengths(trainer), trainer.checkpoint.base.fingerprint
-    how = [kernels_of(config, crowd), crowd.storage.pass_per_agent, lengths, crowd.storage.sizes]
-    like = {**names(crowd.device)["machine"], "base": [base, config.mixed_precision], "how": how}
-    own_rows = trainer.courses.are_own
-    batch = fixed_batch(crowd, lengths, own_rows=own_rows, most_targets=TRIAL_TARGETS)
-    once = partial(layer_digest, crowd, batch, _train(trainer))
-    return try_threads(once, like, processes, interrupts)
-
-
-def _train(trainer: Trainer) -> Train:
+def train_of(trainer: Trainer) -> Train:
     """Forward and backward as the run does it, and nothing that depends on the step."""
     return partial(trainer.passes.of_fixed_rows().compute_gradients, NOT_A_STEP)
 
 
-def _lengths(trainer: Trainer) -> list[int]:
+def lengths_of(trainer: Trainer) -> list[int]:
     """Tokens of each row of the longest micro-batch, by a sample; at most `MOST_TOKENS` in all."""
     each, lengths = [course.rows for course in trainer.courses.each], list[int]()
     for length in sorted((len(row.input_ids) for row in sampled(each)), reverse=True)[: trainer.micro_batch_size]:

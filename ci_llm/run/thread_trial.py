@@ -9,17 +9,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from ci_llm.checkpoints.manifest import digest
+from ci_llm.config.own_keys import AUTO
 from ci_llm.core.durable import make_folders, read_object, write_json
 from ci_llm.core.memory import unless_out_of_memory
+from ci_llm.core.numerics import names
 from ci_llm.core.remote import cache_folder
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
+from ci_llm.run.one_layer import TRIAL_TARGETS, fixed_batch, kernels_of, layer_digest, lengths_of, train_of
+from ci_llm.run.trainer import Trainer
 
 #: Each number is tried so often, in turns, and its shortest time counts: what else the machine does only adds to it.
 ROUNDS: Final = 3
@@ -27,6 +32,28 @@ ROUNDS: Final = 3
 AS_FAST: Final = 1.05
 #: A round goes down the numbers until one takes so many times as long: one thread may take minutes on a large base.
 FAR_SLOWER: Final = 3.0
+
+
+def choose_threads(trainer: Trainer, interrupts: Interrupts, recorded: Mapping[str, Any]) -> str | None:
+    """Set the CPU threads: the number given, that of the checkpoint, or by a trial. A collective.
+
+    Args:
+        recorded: the surroundings in the checkpoint that the run resumes from; {} for a fresh start.
+
+    Returns:
+        a line for people about a trial.
+    """
+    config, crowd, processes, threads = trainer.config, trainer.crowd, trainer.processes, trainer.config.cpu_threads
+    if crowd.device.type == "cpu" and threads == AUTO and recorded.get("processes") == processes.num_processes:
+        threads = recorded["threads"]
+    if threads != AUTO:
+        torch.set_num_threads(threads)
+        return None
+    lengths, base = lengths_of(trainer), trainer.checkpoint.base.fingerprint
+    how = [kernels_of(config, crowd), crowd.storage.pass_per_agent, lengths, crowd.storage.sizes]
+    like = {**names(crowd.device)["machine"], "base": [base, config.mixed_precision], "how": how}
+    batch = fixed_batch(crowd, lengths, own_rows=trainer.courses.are_own, most_targets=TRIAL_TARGETS)
+    return try_threads(partial(layer_digest, crowd, batch, train_of(trainer)), like, processes, interrupts)
 
 
 def try_threads(
