@@ -298,7 +298,7 @@ CAPS = {
     "mirror": 907,
     "objectives": 535,
     "report": 1006,
-    "run": 4905,
+    "run": 4914,
     "serve": 1364,
     "supervisor": 1669,
     "sweep": 851,

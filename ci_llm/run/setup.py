@@ -34,7 +34,8 @@ from ci_llm.run.run_checkpoint import RunCheckpoint
 from ci_llm.run.start import agent_settings, loading
 from ci_llm.run.start.cost_model import settle
 from ci_llm.run.step.evaluator import Evaluator
-from ci_llm.run.step.nonfinite import LastGood, NonFiniteResponse
+from ci_llm.run.step.last_good import LastGood
+from ci_llm.run.step.nonfinite import NonFiniteResponse
 from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.rollout import Rollouts
 from ci_llm.run.step.rounds import Heartbeat, StopVote
