@@ -1,4 +1,4 @@
-"""The frozen base model: its files, its weights in memory, and the modules that carry agents.
+"""The frozen base model: its weights, whether they fit into memory, and the modules that carry agents.
 
 Nothing here knows of a crowd.
 """

@@ -54,7 +54,7 @@ def start(
     if not launch.forwards_sigterm or STARTED in os.environ:
         die_with_parent(STOP_SIGNALS[0])
     if (number := processes_to_start(launch, words)) > 1:
-        from ci_llm.base.files import require_memory  # here, because it loads huggingface_hub
+        from ci_llm.base.fits import require_memory  # here, because it loads huggingface_hub
 
         require_memory(config, number)
     code = start_again(number, launch, interrupts, print_line)

@@ -118,7 +118,7 @@ def read_began(run_folder: Path | str, attempt: int) -> Mapping[str, Any]:
         return {}
 
 
-def write_failure(output_dir: Path | str, attempt: int, process_index: int, failure: Failure) -> Path:
+def write_failure(run_folder: Path | str, attempt: int, process_index: int, failure: Failure) -> Path:
     """Write why this process fails, before anything else is tried. An existing file stays: it is of an earlier failure.
 
     Returns:
@@ -127,16 +127,16 @@ def write_failure(output_dir: Path | str, attempt: int, process_index: int, fail
     Raises:
         OSError: the disk refuses it.
     """
-    path = attempt_folder(output_dir, attempt) / f"process_{process_index}.json"
+    path = attempt_folder(run_folder, attempt) / f"process_{process_index}.json"
     if not path.exists():
         make_folders(path.parent)
         write_json(path, asdict(failure))
     return path
 
 
-def read_failures(output_dir: Path | str, attempt: int) -> list[Failure]:
+def read_failures(run_folder: Path | str, attempt: int) -> list[Failure]:
     """The failures that the processes of an attempt have recorded, by process index."""
-    found = attempt_folder(output_dir, attempt).glob("process_*.json")
+    found = attempt_folder(run_folder, attempt).glob("process_*.json")
     told = [(path.stem.removeprefix("process_"), path) for path in found]
     numbered = {int(number): path for number, path in told if number.isdecimal()}
     return [_read_failure(path, index) for index, path in sorted(numbered.items())]

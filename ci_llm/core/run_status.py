@@ -100,7 +100,7 @@ class RunStatus:
     """Keeps the status.json of one attempt current, with a heartbeat in a thread of its own.
 
     Args:
-        output_dir: the run's folder.
+        folder: the run's folder.
         attempt: its number.
         is_main_process: on any other process every call does nothing.
         still_held: called before each write. Once it returns False, a later attempt owns the folder, and nothing is
@@ -112,7 +112,7 @@ class RunStatus:
 
     def __init__(
         self,
-        output_dir: Path | str,
+        folder: Path | str,
         attempt: int,
         *,
         is_main_process: bool = True,
@@ -120,7 +120,7 @@ class RunStatus:
         staging: Path | None = None,
         interval_s: float = 5.0,
     ) -> None:
-        self._path = Path(output_dir, "status.json")
+        self._path = Path(folder, "status.json")
         self._active = is_main_process
         self._still_held, self._staging, self._interval_s = still_held, staging, interval_s
         now = time.time()
@@ -198,8 +198,8 @@ class RunStatus:
                 self._failing = True
 
 
-def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
-    """The state of the run in `output_dir` at `now` (unix seconds).
+def read_status(folder: Path | str, *, now: float | None = None) -> Status:
+    """The state of the run in `folder` at `now` (unix seconds).
 
     A running attempt with an old heartbeat or a dead process has vanished. If a process of the attempt recorded a
     failure, that failure is the reason: what the main process wrote may only be its consequence.
@@ -207,9 +207,9 @@ def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
     Raises:
         BadInput: there is no run, or its status.json was not written by this program.
     """
-    status = last_status(output_dir)
+    status = last_status(folder)
     if status is None:
-        path = Path(output_dir, "status.json")
+        path = Path(folder, "status.json")
         runs = sorted(str(found.parent) for found in path.parent.glob("*/status.json"))
         if not path.parent.exists():
             raise BadInput("there is no such folder", where=str(path.parent), hint="give the output_dir of a run")
@@ -222,7 +222,7 @@ def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
         status = replace(status, status="vanished", reason=reason)
     if status.status in ("running", "completed"):
         return status
-    cause = run_folder.earliest_failure(run_folder.read_failures(output_dir, status.attempt))
+    cause = run_folder.earliest_failure(run_folder.read_failures(folder, status.attempt))
     # "interrupted" may hide a failure: a launcher sends a SIGTERM to the others when one process has failed.
     is_consequence = cause is None or cause.reason == run_folder.PEER_LOST or cause.time >= status.heartbeat
     if cause is None or (status.status == "interrupted" and is_consequence):
@@ -230,39 +230,39 @@ def read_status(output_dir: Path | str, *, now: float | None = None) -> Status:
     return replace(status, status="failed", reason=cause.reason)
 
 
-def last_attempt(output_dir: Path | str) -> int | None:
+def last_attempt(folder: Path | str) -> int | None:
     """The number of the attempt that wrote status.json last; None if there is no such file.
 
     Where the file is damaged, it is that of the newest attempt that has a folder.
     """
     try:
-        written = last_status(output_dir)
+        written = last_status(folder)
     except BadInput:
-        return max(run_folder.attempt_numbers(output_dir), default=None)
+        return max(run_folder.attempt_numbers(folder), default=None)
     return None if written is None else written.attempt
 
 
-def readable_status(output_dir: Path | str) -> Status | None:
+def readable_status(folder: Path | str) -> Status | None:
     """`last_status`, or None if the file is damaged: the next attempt must not fail because of it."""
     try:
-        return last_status(output_dir)
+        return last_status(folder)
     except BadInput:
         return None
 
 
-def last_status(output_dir: Path | str) -> Status | None:
+def last_status(folder: Path | str) -> Status | None:
     """The content of status.json, as it was written; None if there is no such file.
 
     Raises:
         BadInput: the file was not written by this program, or may not be read.
     """
     try:
-        return run_folder.read_record(Status, Path(output_dir, "status.json"))
+        return run_folder.read_record(Status, Path(folder, "status.json"))
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def keep_status(output_dir: Path) -> None:
+def keep_status(folder: Path) -> None:
     """Keep the status of the last attempt as `attempts/<n>/status.json`, before the next one writes its own.
 
     Its last line of metrics may be younger than its last heartbeat. A damaged status cannot be kept; that is logged,
@@ -272,29 +272,29 @@ def keep_status(output_dir: Path) -> None:
         OSError: the disk refuses it.
     """
     try:
-        status = last_status(output_dir)
+        status = last_status(folder)
     except BadInput as error:
         logger.warning(f"how the last attempt ended is not known, the run continues: {error.what} ({error.where})")
         return
     if status is not None:
-        kept = _kept_path(output_dir, status.attempt)
+        kept = _kept_path(folder, status.attempt)
         make_folders(kept.parent)
-        for last in last_records(output_dir, at_most=1 << 20)[-1:]:
+        for last in last_records(folder, at_most=1 << 20)[-1:]:
             heartbeat = max(status.heartbeat, last.get("time", 0.0))
             status = replace(status, step=max(status.step, last["step"]), heartbeat=heartbeat)
         write_json(kept, asdict(status))
 
 
-def kept_status(output_dir: Path | str, attempt: int) -> Status | None:
+def kept_status(folder: Path | str, attempt: int) -> Status | None:
     """The last status of an attempt that others followed: `running` if it was killed. None if it was not kept."""
     try:
-        return run_folder.read_record(Status, _kept_path(output_dir, attempt))
+        return run_folder.read_record(Status, _kept_path(folder, attempt))
     except (BadInput, FileNotFoundError):
         return None
 
 
-def _kept_path(output_dir: Path | str, attempt: int) -> Path:
-    return run_folder.attempt_folder(output_dir, attempt) / "status.json"
+def _kept_path(folder: Path | str, attempt: int) -> Path:
+    return run_folder.attempt_folder(folder, attempt) / "status.json"
 
 
 def _why_gone(status: Status, now: float) -> str | None:

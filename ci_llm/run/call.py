@@ -1,4 +1,4 @@
-"""`ci_llm.train`: a run that a script or a notebook calls, any number of times; it restores the process afterwards."""
+"""`ci_llm.train`: the call that trains, in a script or a notebook, many times; it restores the process afterwards."""
 
 from __future__ import annotations
 

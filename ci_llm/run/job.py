@@ -1,4 +1,4 @@
-"""A call that trains: it begins or resumes the run, leases its folder, trains, concludes; to be read from the top."""
+"""A run from its start to its end: it begins or resumes, leases its folder, trains, concludes; read it from the top."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def _completed(trainer: Trainer, found: Evaluation, told: str, *, alone: bool) -
 def _beginning(config: Config, processes: Processes, attempt: Attempt) -> tuple[beginning.Start, beginning.Requests]:
     """Where the attempt begins, and the requests to it. A collective."""
     try:
-        return beginning.find_beginning(config, processes, attempt.manager, attempt.mirror)
+        return beginning.agree_on_start(config, processes, attempt.manager, attempt.mirror)
     except ProgressLost as error:
         attempt.refused(error)
         raise
@@ -254,7 +254,7 @@ def _resume(trainer: Trainer, attempt: Attempt, start: beginning.Start, requests
     record_bits(trainer, recorded.get("layer", {}).get("lengths", ()))
     if start.source is None:
         return
-    attempt.exactness = Resume(trainer.checkpoint, start.source).restore_environment(trainer.state)
+    attempt.exactness = Resume(trainer.checkpoint, start.source).restore_surroundings(trainer.state)
     _log_line(f"exactness: {attempt.exactness}")
     _recover_evaluation(trainer, attempt, from_log=start.is_own)
 

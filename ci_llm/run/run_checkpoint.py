@@ -133,11 +133,11 @@ class RunCheckpoint:
             "epoch": epoch,
             "position": state.samples_seen,
             "fingerprints": self.fingerprints,
-            "surroundings": self.environment(state),
+            "surroundings": self.surroundings(state),
         }
 
-    def environment(self, state: TrainState) -> dict[str, Any]:
-        """The surroundings that must be the same for a run to have the same bits."""
+    def surroundings(self, state: TrainState) -> dict[str, Any]:
+        """What surrounds the run and must be the same for a run to have the same bits."""
         on_cpu = self.crowd.device.type == "cpu"
         parts = len(self.crowd.storage.gradients_to_add) if self.processes.num_processes > 2 else 1
         return {

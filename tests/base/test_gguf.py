@@ -17,7 +17,7 @@ from jinja2.exceptions import SecurityError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ci_llm.base import gguf as our
-from ci_llm.base.files import _count_parameters
+from ci_llm.base.fits import _count_parameters
 from ci_llm.base.load import load_architecture, load_base
 from ci_llm.core.durable import PARTIAL
 from ci_llm.errors import ModelError

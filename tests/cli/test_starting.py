@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ci_llm.base import files
+from ci_llm.base import fits
 from ci_llm.cli import supervise, train
 from ci_llm.cli.main import main
 from ci_llm.cluster import starter
@@ -122,7 +122,7 @@ def test_distributed_without_several_gpus_is_one_process(
 def test_bases_that_do_not_fit_are_refused(
     alone: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(files, "_count_parameters", lambda _name: 10**15)
+    monkeypatch.setattr(fits, "_count_parameters", lambda _name: 10**15)
     assert main(command(tmp_path, "--distributed=3")) == 2
     assert alone == []
     assert "3 processes need 12,000.0 TB of memory" in capsys.readouterr().err

@@ -173,7 +173,7 @@ def test_a_gpu_is_deterministic_only_where_anything_else_is_an_error(mode: bool 
     try:
         torch.use_deterministic_algorithms(False)
         set_determinism(Config(deterministic=mode))
-        found = RunCheckpoint.environment(run, TrainState())
+        found = RunCheckpoint.surroundings(run, TrainState())
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     assert found["deterministic"] == is_sure

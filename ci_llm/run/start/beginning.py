@@ -401,7 +401,7 @@ def in_force(state: TrainState, batch_size: int) -> Iterator[str]:
         yield f"steps skipped: {', '.join(str(batch.step + 1) for batch in recovery.bad_batches)}"
 
 
-def find_beginning(
+def agree_on_start(
     config: Config, processes: Processes, manager: CheckpointManager, mirror: RunMirror
 ) -> tuple[Start, Requests]:
     """Where an attempt begins, and the requests to it. A collective."""

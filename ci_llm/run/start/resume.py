@@ -32,9 +32,9 @@ from ci_llm.run.run_checkpoint import STOPPED, RunCheckpoint, in_episode
 from ci_llm.run.step.last_good import placed
 from ci_llm.run.step.state import TrainState
 
-#: Keys whose effect `RunCheckpoint.environment` records, such as that of `batch_size`; the effect is compared.
+#: Keys whose effect `RunCheckpoint.surroundings` records, such as that of `batch_size`; the effect is compared.
 _RECORDED: Final = frozenset(with_trait("recorded"))
-#: The entries of an environment that are compared one by one.
+#: The surroundings that are compared one by one.
 _COUNTED: Final = ("processes", "micro_batch", "threads", "pass_per_agent", "kernels", "shared_prompts", "all_reduce")
 
 
@@ -156,11 +156,11 @@ class Resume:
         self.run.last_good.load(in_episode(state), saved["guard"])
         return Restored(state, dict(saved["trackers"]), _shown(changes, self.run.config))
 
-    def restore_environment(self, state: TrainState) -> str:
+    def restore_surroundings(self, state: TrainState) -> str:
         """Set the generators as they were; returns the grade, and what lowers it, for people. `bits` are recorded."""
         before: Any = self.source.checkpoint.manifest.info["surroundings"]
         same_processes = before["processes"] == self.run.processes.num_processes
-        now = self.run.environment(state)
+        now = self.run.surroundings(state)
         if self.run.crowd.device.type != "cpu":
             now["threads"] = before["threads"]  # they compute no step
         odd = _differences(before, now)
@@ -294,7 +294,7 @@ def _shown(changes: Sequence[Change], config: Config) -> list[str]:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The differences of two environments, apart from determinism, which has a grade of its own."""
+    """The differences of surroundings, apart from determinism, which has a grade of its own."""
     odd = [f"{key} {before[key]} -> {now[key]}" for key in _COUNTED if before[key] != now[key]]
     return odd + differences(before, now)
 
