@@ -488,13 +488,13 @@ def answer_questions(
     written = generate_each(crowd, ((i, questions.prompts[i]) for i in asked), wanted, max(1, len(first)))
     for generated in written:
         number = next(of)
-        texts = [*([generated.text] if is_one else generated.agents), generated.text]
-        *agents, together = map(prompter.text, texts)
+        each = [*([generated.ids] if is_one else generated.agents), generated.ids]
+        *agents, together = map(prompter.text, each)
         *own, crowds = map(questions.read, (*agents, together))
         wanted_answer = questions.answers[number]
         right = [answer == wanted_answer != "" for answer in (*own, crowds, majority(own, crowds))]
-        tokens = generated.tokens
-        yield Answers(number, agents, together, right, of_text(tokens), signals(tokens))
+        sure = generated.uncertainties
+        yield Answers(number, agents, together, right, of_text(sure), signals(sure))
 
 
 def _spread(numbers: Sequence[int], count: int) -> list[int]:

@@ -155,7 +155,7 @@ def test_every_generated_answer_is_scored(crowd: Crowd, prompter: Prompter) -> N
     assert scores.right.shape == (K + 2, 12)
     for number, prompt in enumerate(test.prompts):
         [generated] = crowd.generate_ids([prompt], decoding, include_agents=True)
-        texts = [prompter.text(ids) for ids in (*generated.agents, generated.text)]
+        texts = [prompter.text(ids) for ids in (*generated.agents, generated.ids)]
         *agents, together = (final_answer(text, "marked") for text in texts)
         lines = [*agents, together, majority(agents, together)]
         assert scores.right[:, number].tolist() == [line == test.answers[number] for line in lines]

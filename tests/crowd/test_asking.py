@@ -63,7 +63,7 @@ def test_the_numbers_equal_k_plain_peft_passes(crowd: Crowd, tmp_path: Path, cho
     generated = crowd.generate_ids(prompts, decoding)
     ended = 0
     for prompt, found in zip(prompts, generated, strict=True):
-        text, tokens = found.text, found.tokens
+        text, tokens = found.ids, found.uncertainties
         log_probs = []
         for k in range(K):
             agents[0].set_adapter(f"agent{k}")
