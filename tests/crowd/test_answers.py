@@ -15,7 +15,8 @@ from ci_llm.crowd.aggregators import majority
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.metrics import AnswerStyle, final_answer
 from ci_llm.crowd.next_token import Decoding
-from ci_llm.crowd.scoring import AnswerScores, Questions, answer_questions, paired_gain
+from ci_llm.crowd.questions import AnswerScores, Questions, answer_questions
+from ci_llm.crowd.scoring import paired_gain
 from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Chat, Completion, Message

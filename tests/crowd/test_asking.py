@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from ci_llm import Crowd
 from ci_llm.crowd.asking import Answer, answers, options_of, prompter_of
 from ci_llm.crowd.next_token import Decoding
-from ci_llm.crowd.scoring import Questions
+from ci_llm.crowd.questions import Questions
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.rows import Completion
 from ci_llm.embedded import BASE_FOLDER, rows
