@@ -284,7 +284,7 @@ CAPS = {
     "config": 2122,
     "core": 1485,
     "crowd": 4463,
-    "data": 3221,
+    "data": 3209,
     "distributed": 629,
     "dry_run": 788,
     "embedded": 156,
