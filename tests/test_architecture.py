@@ -279,7 +279,7 @@ CAPS = {
     "agents": 370,
     "base": 905,
     "checkpoints": 2345,
-    "cli": 1600,
+    "cli": 1632,
     "cluster": 721,
     "config": 2122,
     "core": 1485,
@@ -299,7 +299,7 @@ CAPS = {
     "run": 4907,
     "serve": 1364,
     "supervisor": 1669,
-    "sweep": 851,
+    "sweep": 825,
 }
 
 
