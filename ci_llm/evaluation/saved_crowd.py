@@ -24,7 +24,6 @@ from ci_llm.core.durable import write_json
 from ci_llm.core.evaluation_file import NOBODY, Asked, Evaluation, Figure
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd.card import public_name
-from ci_llm.crowd.completions import RewardScorer
 from ci_llm.crowd.figures import base_scores, best_agent, fields_of
 from ci_llm.crowd.given_path import is_base, require_checkpoint
 from ci_llm.crowd.judging import Classes, Ranking, rank
@@ -32,6 +31,7 @@ from ci_llm.crowd.metrics import Reader
 from ci_llm.crowd.objective import Preferences
 from ci_llm.crowd.pretrained import default_names, located
 from ci_llm.crowd.questions import Answers, AnswerScores, answer_questions, asked_of
+from ci_llm.crowd.rewarding import RewardScorer
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.crowd.uncertainty import Calibration, fit
 from ci_llm.data.batches import Batch, pack

@@ -19,12 +19,12 @@ from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.core.quantities import count
 from ci_llm.core.work import working
 from ci_llm.crowd import questions
-from ci_llm.crowd.completions import RewardScorer
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.figures import base_scores
 from ci_llm.crowd.judging import Ranking, rank
 from ci_llm.crowd.objective import GrpoObjective, Preferences, TrainedObjective
 from ci_llm.crowd.questions import AnswerScores, Questions, Solved, answer_questions, asked_of
+from ci_llm.crowd.rewarding import RewardScorer
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.batches import Batch, pack
