@@ -299,7 +299,7 @@ CAPS = {
     "run": 4908,
     "serve": 1364,
     "supervisor": 1669,
-    "sweep": 825,
+    "sweep": 823,
 }
 
 

@@ -167,7 +167,7 @@ _SHAPE: Final = (*SHAPE_KEYS, "lora_dropout")
 
 @dataclass(frozen=True)
 class Pack:
-    """Trials that train together from one rung to the next.
+    """A segment as a caller trains it: its trials as they are before it, and the configuration of their run.
 
     Attributes:
         number: the number of the segment, 1, 2, ...

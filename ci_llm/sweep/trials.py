@@ -2,8 +2,8 @@
 
 Everything is a pure function of plain values (the plan, the trials so far), so that a sweep can be resumed. Successive
 halving decides who trains: rung r ends at step `steps[r]`. All new trials are scored at the end of the first rung, the
-best share of them continues to the end of the next rung, and so on to the last step. A segment is a pack of trials that
-train together from one rung to the next.
+best share of them continues to the end of the next rung, and so on to the last step. The trials that train together
+from one rung to the next are a segment.
 
 Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization", 2016.
 """
@@ -50,7 +50,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Segment:
-    """Trials that train together from one rung to the next.
+    """The record of trials that train together from one rung to the next, by their ids: it stays in the standings.
 
     Attributes:
         number: 1, 2, ... in the order in which segments are trained.
