@@ -285,12 +285,12 @@ CAPS = {
     "cluster": 721,
     "config": 2122,
     "core": 1485,
-    "crowd": 4443,
-    "data": 3221,
+    "crowd": 4471,
+    "data": 3209,
     "distributed": 629,
     "dry_run": 788,
     "embedded": 156,
-    "evaluation": 692,
+    "evaluation": 694,
     "files": 434,
     "integrations": 712,
     "logs": 962,
@@ -301,7 +301,7 @@ CAPS = {
     "run": 4914,
     "serve": 1364,
     "supervisor": 1669,
-    "sweep": 851,
+    "sweep": 823,
 }
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 from ci_llm._version import __version__
 from ci_llm.cli.command import help_of, print_line, take_dry_run
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ci_llm.config import Config, Reading
     from ci_llm.config.sweep import SweepReading
     from ci_llm.sweep.sweep import Sweep
+    from ci_llm.sweep.trials import Trial
 
 
 def start(
@@ -229,16 +231,67 @@ def _show(found: Sweep, arguments: Sequence[str]) -> None:
     """Print the leaderboard, and what to do next once the sweep is complete."""
     from ci_llm.report.compare import aligned
     from ci_llm.report.scores import read_trials
-    from ci_llm.sweep.trials import commands
 
     board = read_trials(found.folder)
     lines = ["no trial has reached its first rung yet"]
     if board is not None and board.rows:
         lines = [*aligned([board.columns, *board.rows])]
     if found.is_complete:
-        lines += commands(found.standings, found.folder, arguments)
+        lines += _next_commands(found, arguments)
     for line in lines:
         print_line(line)
+
+
+#: Trials of the crowd that is proposed.
+_CROWD: Final = 4
+
+
+def _next_commands(found: Sweep, arguments: Sequence[str]) -> list[str]:
+    """Lines for people: what to do with the best trial, and with the best ones.
+
+    Args:
+        arguments: the words of the command line that began the sweep.
+    """
+    from ci_llm.config import as_typed
+
+    best = found.best
+    if best is None or best.failed:
+        return []
+    steps = found.standings.plan.steps[-1]
+    settings = ", ".join(f"{key} {as_typed(value)}" for key, value in best.settings.items())
+    lines = [f"best       {found.folder / BEST}   trial {best.id}, plain PEFT: {settings}"]
+    own = [f"{key}={as_typed(value)}" for key, value in best.settings.items()]
+    start = [f"init_from={found.folder / BEST}", f"max_train_steps={steps}", "experiment_name=longer"]
+    lines.append(f"longer     {_train_command(arguments, best.settings, ['num_agents=1', *own, *start])}")
+    able = [trial for trial in found.standings.leaderboard if not trial.failed][:_CROWD]
+    if len(able) > 1:
+        words = [f"agents={_agents_of(able)}", f"max_train_steps={steps}", f"experiment_name=crowd_of_{len(able)}"]
+        lines.append(f"crowd      {_train_command(arguments, best.settings, words)}")
+    return lines
+
+
+def _train_command(arguments: Sequence[str], swept: Iterable[str], words: Sequence[str]) -> str:
+    """`ci-llm train` with these words, in place of the keys of the sweep and of those that were swept."""
+    from ci_llm.config import arguments_without
+    from ci_llm.config.sweep import SweepKeys
+
+    given = {word.partition("=")[0] for word in words}
+    dropped = {*SweepKeys.model_fields, *given, *swept, "num_agents"}
+    kept = [word for word in arguments_without(arguments, dropped) if word not in ("--dry-run", "--debug")]
+    return shlex.join(["ci-llm", "train", *kept, *words])
+
+
+def _agents_of(trials: Iterable[Trial]) -> str:
+    """The value of `agents:` for a crowd with the settings of these trials."""
+    from ci_llm.config import as_typed
+
+    def in_yaml(value: object) -> str:
+        return f"[{', '.join(value)}]" if isinstance(value, tuple) else as_typed(value)
+
+    def mapping(settings: Mapping[str, object]) -> str:
+        return "{" + ", ".join(f"{key}: {in_yaml(value)}" for key, value in settings.items()) + "}"
+
+    return f"[{', '.join(mapping(trial.settings) for trial in trials)}]"
 
 
 def _sweep_usage(*, in_full: bool) -> str:

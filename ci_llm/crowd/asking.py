@@ -191,12 +191,12 @@ def _pieces(asking: _Asking) -> Generator[str, None, Answer]:
         with generation.in_one_message(crowd):
             decoder.step()
         for request in decoder.open:
-            if text.update(request.text):
+            if text.update(request.ids):
                 decoder.release(request)
         yield from pieces
         pieces.clear()
     found = generation.generated_of(crowd, requests, generation.Wanted(options))
-    text.finish(found.text)
+    text.finish(found.ids)
     yield from pieces
     return asking.answer(prompt, found)
 
@@ -352,10 +352,10 @@ class _Asking:
 
     def answer(self, prompt: Prompt, found: Generated) -> Answer:
         """The answer to a prompt, with how sure the crowd is of it."""
-        ids, tokens, options = found.text, found.tokens, self.options
+        ids, uncertainties, options = found.ids, found.uncertainties, self.options
         text, *agents = map(self.text, [ids, *found.agents])
         right = calibrated(self.crowd.calibration, options.aggregator)
-        probability = None if right is None else right(signals(tokens))
+        probability = None if right is None else right(signals(uncertainties))
         return Answer(
             prompt=prompt,
             answer=text,
@@ -364,9 +364,9 @@ class _Asking:
             probability_right=probability,
             abstained=probability is not None and probability < (options.abstain_below or 0),
             agents_asked=len(self.crowd.names),
-            complete=len(tokens) > len(ids) or len(text) < len(self.prompter.text(ids)),
-            tokens=tuple(tokens),
-            **vars(of_text(tokens)),
+            complete=len(uncertainties) > len(ids) or len(text) < len(self.prompter.text(ids)),
+            tokens=tuple(uncertainties),
+            **vars(of_text(uncertainties)),
         )
 
 

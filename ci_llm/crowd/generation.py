@@ -203,15 +203,16 @@ def generated_of(crowd: CrowdModel, requests: Sequence[Request], wanted: Wanted)
     how, agents = wanted.decoding, requests
     if find_vote(how.aggregator):
         read = wanted.answers_of or _reading(crowd.prompter)
-        winner, tokens = elect(crowd, agents[0].prompt, [each.tokens for each in agents], how.aggregator, read)
-        text = [token for token in winner if token not in how.ends]
+        winner, uncertainties = elect(crowd, agents[0].prompt, [each.tokens for each in agents], how.aggregator, read)
+        ids = [token for token in winner if token not in how.ends]
     else:
         own, *agents = requests
         if own.error is not None:
             raise own.error
-        text, tokens = own.text, own.sure
+        ids, uncertainties = own.ids, own.uncertainties
     shown = agents if wanted.include_agents else []
-    return Generated(text, tokens, [each.text for each in shown], [each.finish == "stop" for each in shown])
+    ended = [each.finish == "stop" for each in shown]
+    return Generated(ids, uncertainties, [each.ids for each in shown], ended)
 
 
 def _reading(prompter: Prompter | None) -> Reading:

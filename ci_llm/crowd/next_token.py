@@ -156,12 +156,12 @@ class Request:
         self.generator = generator_for(self.decoding.seed, *self.key) if self.decoding.do_sample else None
 
     @property
-    def text(self) -> list[int]:
-        """The tokens without the end."""
+    def ids(self) -> list[int]:
+        """The text so far: the tokens without the end."""
         return self.tokens[:-1] if self.finish == "stop" else self.tokens
 
     @property
-    def sure(self) -> list[TokenUncertainty]:
+    def uncertainties(self) -> list[TokenUncertainty]:
         """The uncertainty of the writer at every token; empty without `uncertainty`."""
         return [each.uncertainty for each in self.chosen if each.uncertainty is not None]
 
@@ -188,14 +188,14 @@ class Generated:
     """The texts after one prompt, as token ids without the end.
 
     Attributes:
-        text: the text of the crowd.
-        tokens: how sure the crowd was of every token of its text, and of the end if it chose one.
+        ids: the text of the crowd.
+        uncertainties: how sure the crowd was of every token of its text, and of the end if it chose one.
         agents: [K] greedy texts of each agent alone; empty if they were not asked for.
         agents_ended: [K] whether an agent ended its text; False if the text was cut, or the agent's numbers failed.
     """
 
-    text: list[int]
-    tokens: list[TokenUncertainty]
+    ids: list[int]
+    uncertainties: list[TokenUncertainty]
     agents: list[list[int]]
     agents_ended: list[bool]
 

@@ -1,31 +1,25 @@
-"""Canonical rows, made of the cells of a data set: a chat, text with its completion, token ids, a pair, or a row with
-a rating or a label.
+"""Canonical rows: a chat, text with its completion, token ids, a pair, or a row with a rating or a label.
 
-A cell may hold messages under OpenAI's or ShareGPT's keys, content in parts, JSON as a string, and calls of tools.
+`Form` makes one of the cells of a raw row; `Rows` are those of a data set.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import xxhash
 
+from ci_llm.data.raw_rows import RawRow, RawRows, from_json, kept
 from ci_llm.errors import DataError
 
 if TYPE_CHECKING:
     from ci_llm.objectives import RowKind
-
-RawRow = Mapping[str, Any]
-
-#: JSON as rows hold it. NaN is nothing: pandas writes it where a value is missing.
-DECODER: Final = json.JSONDecoder(parse_constant=lambda name: None if name == "NaN" else float(name))
 
 #: The label of a token that is not learned, as in PyTorch and Transformers.
 NOT_LEARNED: Final = -100
@@ -173,79 +167,6 @@ TrainedOn = Literal["none", "some", "all"]
 PromptForm = Literal["chat", "text", "chat without thoughts", "chat with thoughts"]
 
 
-class RawRows(Protocol):
-    """A data set: rows of named values, in an order that does not change."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, number: int, /) -> Any: ...
-    def __iter__(self) -> Iterator[Any]: ...
-    def select(self, numbers: Sequence[int], /) -> RawRows: ...
-
-
-@dataclass(frozen=True)
-class ListedRows:
-    """Rows in a list, which all have the same columns: the embedded ones need not load `datasets`."""
-
-    rows: Sequence[Any]
-
-    @property
-    def column_names(self) -> list[str]:
-        return [*self.rows[0]]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, number: int) -> Any:
-        return self.rows[number]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.rows)
-
-    def select(self, numbers: Sequence[int]) -> ListedRows:
-        """Some of the rows."""
-        return ListedRows([self.rows[number] for number in numbers])
-
-    def select_columns(self, names: Sequence[str]) -> ListedRows:
-        """All rows with these columns only."""
-        return ListedRows([{name: row[name] for name in names} for row in self.rows])
-
-
-@dataclass(frozen=True)
-class JsonRows:
-    """Rows that are kept as JSON: each value has the type that is written, whatever the other rows hold.
-
-    Attributes:
-        texts: rows whose only column is `TEXT`, an object in JSON.
-        column_names: the columns that are read; what a row lacks is None.
-    """
-
-    TEXT: ClassVar = "row"
-
-    texts: Any
-    column_names: Sequence[str]
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        return self._decoded(self.texts[number])
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(self._decoded, self.texts)
-
-    def select(self, numbers: Sequence[int]) -> JsonRows:
-        """Some of the rows."""
-        return replace(self, texts=self.texts.select(numbers))
-
-    def select_columns(self, names: Sequence[str]) -> JsonRows:
-        """All rows with these columns only."""
-        return replace(self, column_names=tuple(names))
-
-    def _decoded(self, kept: RawRow) -> dict[str, Any]:
-        row = DECODER.decode(kept[self.TEXT])
-        return {name: row.get(name) for name in self.column_names}
-
-
 @dataclass(frozen=True)
 class Form:
     """How the rows of one data set are read.
@@ -284,7 +205,7 @@ class Form:
 
 def _texts(value: Any) -> Iterator[str]:
     """The texts in a cell, without names of roles and types."""
-    value = _from_json(value)
+    value = from_json(value)
     if isinstance(value, str) and value.strip():
         yield value.strip()
     elif isinstance(value, Mapping):
@@ -292,12 +213,6 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for part in value:
             yield from _texts(part)
-
-
-def kept(rows: RawRows, row: RawRow) -> RawRow:
-    """A row without what is NaN, or a key that Arrow adds because other rows have it; JSON is kept as it is."""
-    cleaned: RawRow = row if isinstance(rows, JsonRows | ListedRows) else _without_nothing(row)
-    return cleaned
 
 
 @dataclass(frozen=True)
@@ -419,189 +334,3 @@ def _attributes(part: Any) -> dict[str, Any]:
     """The fields of a row or a message; marks and margins only where they are set, so that old fingerprints stay."""
     usual = {"learned": True, "margin": None}
     return {name: value for name, value in vars(part).items() if name not in usual or value != usual[name]}
-
-
-#: Names of speakers, as in ShareGPT and its relatives, and the roles that chat templates know.
-ROLES: Final[Mapping[str, str]] = {
-    "human": "user",
-    "ai": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "observation": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-} | {role: role for role in ("user", "assistant", "system", "tool")}
-
-#: Speakers of ShareGPT whose words are a call of a tool, as JSON.
-_CALLERS: Final = ("function_call", "tool_call")
-
-#: Keys by which an answer is marked as not to be learned, by 0 or false: OpenAI's, Axolotl's, ms-swift's and
-#: LLaMA-Factory's.
-_MARKS: Final = ("weight", "train", "training", "loss", "loss_weight")
-#: What a mark says; a column of Arrow or CSV may hold nothing but text.
-_SAYS: Final[Mapping[Any, bool]] = dict.fromkeys((1, "1", "1.0", "true"), True) | dict.fromkeys(
-    (0, "0", "0.0", "false"), False
-)
-#: Names of what may be a mark as well, of parts of an answer perhaps.
-_LIKE_MARKS: Final = re.compile("train|loss|learn|weight|mask|ignore", re.IGNORECASE)
-#: Keys of an answer that may be false, and mark nothing: of prompts that an API continues, and of WildChat.
-_NO_MARKS: Final = ("prefix", "partial", "redacted", "toxic")
-#: Keys that are read here; all others are for the chat template.
-_READ: Final = {"role", "from", "content", "value", "tool_calls", "function_call", *_MARKS}
-
-
-#: Keys of a message that belong to what is said, and that no template is given.
-_OF_TURNS: Final = re.compile("(image|audio|video|document|file|attachment|tool)s?")
-
-
-def text_of(value: Any) -> str:
-    """A cell as text: numbers as they print, the text parts of a list of parts, and "" for nothing."""
-    if value is None:
-        return ""
-    if isinstance(value, str | int | float):
-        return str(value)
-    parts = [part for part in value if isinstance(part, Mapping) and "type" in part] if isinstance(value, list) else []
-    kinds = dict.fromkeys(part["type"] for part in parts)
-    if kinds.keys() - {"text"}:
-        raise ValueError(f"a message has parts of the types {', '.join(kinds)}; only text is learned here")
-    if isinstance(value, list) and len(parts) == len(value):
-        return "".join(map(_text_of_part, parts))
-    raise ValueError(f"expected text, found {type(value).__name__}: {str(value)[:60]}")
-
-
-def _text_of_part(part: RawRow) -> str:
-    texts = {text_of(part[key]) for key in ("text", "value") if part.get(key) is not None}
-    if len(texts) != 1:
-        raise ValueError(
-            f'expected one text in a part, as in {{"type": "text", "text": "..."}}, found {str(part)[:60]}'
-        )
-    return texts.pop()
-
-
-def is_unicode(value: Any) -> bool:
-    """True if all text of a value can be written: JSON may hold half a character, a lone surrogate."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def numbers_of(value: Any) -> list[int] | None:
-    """A cell as whole numbers, or as true and false: a list of them, or the JSON of one; None for nothing."""
-    value = _from_json(value)
-    if value is not None and not (isinstance(value, list) and {int, bool}.issuperset(map(type, value))):
-        raise ValueError(f"expected a list of whole numbers, found {str(value)[:60]}")
-    return value
-
-
-def messages_of(value: Any) -> tuple[Message, ...]:
-    """A cell as messages: a list of them, or the JSON of one."""
-    value = _from_json(value)
-    if value is not None and not isinstance(value, list):
-        raise ValueError(f"expected a list of messages, found {type(value).__name__}")
-    return tuple(_message(message) for message in value or ())
-
-
-def tools_of(value: Any) -> tuple[Any, ...]:
-    """A cell as descriptions of tools: a list of them, or the JSON of one."""
-    value = _without_nothing(_from_json(value)) or []
-    if not isinstance(value, list):
-        raise ValueError(f"expected a list of tools, found {type(value).__name__}")
-    return tuple(map(_from_json, value))
-
-
-def _message(raw: Any) -> Message:
-    if not isinstance(raw, Mapping):
-        raise ValueError(f"expected a message with role and content, found {str(raw)[:60]!r}")
-    raw = _given(raw)  # Arrow adds keys of other rows
-    role = text_of(raw.get("role") or raw.get("from"))
-    if not role:
-        raise ValueError(f"a message has no role; its keys are {', '.join(raw)}")
-    content = raw.get("content", raw.get("value"))
-    calls = raw.get("tool_calls") or ([raw["function_call"]] if raw.get("function_call") else [])
-    if role in _CALLERS:
-        calls, content = content, None
-    kind = ROLES.get(role.lower(), role)
-    others = sorted(set(raw) - _READ)  # sorted: the same row in another file has the same fingerprint
-    more = {key: raw[key] for key in others if isinstance(raw[key], str | int | float)}
-    if odd := [key for key in others if _OF_TURNS.fullmatch(key) and raw[key] and key not in more]:
-        raise ValueError(f"a message has {odd[0]}, and only its text is read here; write it into the content")
-    learned = kind != "assistant" or _is_learned(raw, others)
-    return Message(kind, text_of(content), _calls(calls), more, learned)
-
-
-def _is_learned(raw: RawRow, others: Iterable[str]) -> bool:
-    """True if no mark of an answer says no.
-
-    Args:
-        others: the keys that are not read.
-    """
-    for key in others:
-        if _LIKE_MARKS.search(key) or (raw[key] is False and key not in _NO_MARKS):
-            raise ValueError(
-                f"an answer has {key} {str(raw[key])[:40]!r}, which may mark it as not to be learned; the marks are"
-                f" {', '.join(_MARKS)}, by true or false: write one of them, or leave {key} out"
-            )
-    for key in (key for key in _MARKS if key in raw):
-        mark = raw[key].strip().lower() if isinstance(raw[key], str) else raw[key]
-        if not isinstance(mark, str | int | float) or mark not in _SAYS:
-            raise ValueError(f"an answer has {key} {str(raw[key])[:40]!r}; a mark is 1 or 0, true or false")
-        if not _SAYS[mark]:
-            return False
-    return True
-
-
-def _calls(value: Any) -> tuple[Any, ...]:
-    """Calls of tools as chat templates want them: a function with a name and arguments that are not a JSON string."""
-    value = _from_json(value) or []
-    return tuple(map(_call, value if isinstance(value, list) else [value]))
-
-
-def _call(raw: Any) -> dict[str, Any]:
-    call = _given(_from_json(raw))
-    function = _given(call.get("function", call))
-    if "name" not in function:
-        raise ValueError(f"expected a call of a tool with a name, found {str(raw)[:60]!r}")
-    given = _from_json(function.get("arguments"))
-    empty = given is None or (isinstance(given, str) and given.strip() in ("", "null"))
-    called = {"name": function["name"], "arguments": {} if empty else given}
-    return {**({"id": call["id"]} if "id" in call else {}), "type": "function", "function": called}
-
-
-def _given(value: Any) -> RawRow:
-    """An object without its keys that hold nothing; an empty one for anything else."""
-    return {key: part for key, part in value.items() if part is not None} if isinstance(value, Mapping) else {}
-
-
-def _from_json(value: Any) -> Any:
-    """The value of a string that holds a JSON list or object; anything else as it is."""
-    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:  # a text that begins with a bracket
-        return value
-
-
-def _without_nothing(value: Any) -> Any:
-    """Without the keys that Arrow adds as null, because other rows have them, and without what is NaN."""
-    if isinstance(value, Mapping):
-        return {key: _without_nothing(part) for key, part in value.items() if part is not None and part == part}
-    if isinstance(value, list) and value and isinstance(value[0], Mapping | list):  # not each of many token ids
-        return [_without_nothing(part) for part in value]
-    return value
-
-
-#: Names of splits to evaluate on, the first that exists is taken: whatever a run chooses by them, it leaves the test
-#: rows for a last evaluation.
-EVAL_SPLITS: Final = ("validation", "valid", "val", "dev", "eval", "test")
-
-
-def empty(where: str) -> DataError:
-    """The error for a data set without a row."""
-    return DataError("The data set is empty.", where=where, hint="give one with rows, or another split")

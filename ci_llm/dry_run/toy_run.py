@@ -234,7 +234,7 @@ def generation(context: CheckContext) -> str:
     decoding = Decoding(max_new_tokens=GENERATED_TOKENS, aggregator="probability" if find_vote(how) else how)
     with trainer.processes.autocast():
         start = time.monotonic()
-        texts = [found.text for found in trainer.crowd.generate_ids(prompts, decoding)]
+        texts = [found.ids for found in trainer.crowd.generate_ids(prompts, decoding)]
         took = time.monotonic() - start
         gap = max(_regret(trainer, prompt, text) for prompt, text in zip(prompts, texts, strict=True))
     if not gap <= _tolerance(trainer):

@@ -22,7 +22,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import find_reference
 from ci_llm.crowd.next_token import num_positions
 from ci_llm.crowd.pretrained import Pretrained, calibration_path, given_names, open_base, open_pretrained
-from ci_llm.crowd.scoring import Questions, judged_by
+from ci_llm.crowd.questions import Questions, judged_by
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import joined_sizes, load_rows
@@ -156,7 +156,7 @@ class Job:
 
     Attributes:
         names: the names of the agents, for people; empty for a base alone.
-        judged_by: see `ci_llm.crowd.scoring.judged_by`.
+        judged_by: see `ci_llm.crowd.questions.judged_by`.
         judged: the rows as pairs or rated rows, for agents that were trained on such rows; otherwise None.
     """
 

@@ -23,14 +23,16 @@ from ci_llm.config import Config
 from ci_llm.core.durable import write_json
 from ci_llm.core.evaluation_file import NOBODY, Asked, Evaluation, Figure
 from ci_llm.core.memory import unless_out_of_memory
-from ci_llm.crowd import scoring
 from ci_llm.crowd.card import public_name
-from ci_llm.crowd.completions import RewardScorer
+from ci_llm.crowd.figures import base_scores, best_agent, fields_of
 from ci_llm.crowd.given_path import is_base, require_checkpoint
 from ci_llm.crowd.judging import Classes, Ranking, rank
 from ci_llm.crowd.metrics import Reader
 from ci_llm.crowd.objective import Preferences
 from ci_llm.crowd.pretrained import default_names, located
+from ci_llm.crowd.questions import Answers, AnswerScores, answer_questions, asked_of
+from ci_llm.crowd.rewarding import RewardScorer
+from ci_llm.crowd.scoring import Scores, score
 from ci_llm.crowd.uncertainty import Calibration, fit
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.dealing import share
@@ -174,25 +176,25 @@ def _fitting(job: loading.Job, work: Callable[[loading.Job], T]) -> T:
 # Scores and answers
 
 
-def _score(job: loading.Job, progress: Progress) -> tuple[scoring.Scores, scoring.Scores]:
+def _score(job: loading.Job, progress: Progress) -> tuple[Scores, Scores]:
     """The teacher-forced scores of all rows, with the agents and by the base alone.
 
     The batches are those of a training's evaluation, which does not have gradients either.
     """
     if job.is_rewarded:
         return _rewarded(job, progress)
-    scores = scoring.score(job.crowd, _batches(job, progress), job.config.aggregator)
+    scores = score(job.crowd, _batches(job, progress), job.config.aggregator)
     assert scores is not None, "nobody asks to stop"
     if not job.names or job.crowd.settings.outputs:
         return scores, scores
     scores = replace(scores, judged=_ranking(job))
     with job.crowd.without_agents():
-        base = scoring.score(job.crowd, _batches(job, progress, "scoring the base"), "probability")
+        base = score(job.crowd, _batches(job, progress, "scoring the base"), "probability")
     assert base is not None, "nobody asks to stop"
     return scores, base
 
 
-def _rewarded(job: loading.Job, progress: Progress) -> tuple[scoring.Scores, scoring.Scores]:
+def _rewarded(job: loading.Job, progress: Progress) -> tuple[Scores, Scores]:
     """The rewards of agents and crowd, and of the base alone."""
     config, total = job.config, len(job.tokenized)
     objective = cast(Grpo, objective_of(config.objective, _each_config(job), job.crowd.device))
@@ -254,12 +256,12 @@ def _answer(job: loading.Job, predictions: Predictions, progress: Progress) -> N
         progress("answering", batch[-1] + 1, total)
 
 
-def _answers_to(job: loading.Job, batches: Sequence[Sequence[int]], aggregator: str) -> Iterator[scoring.Answers]:
+def _answers_to(job: loading.Job, batches: Sequence[Sequence[int]], aggregator: str) -> Iterator[Answers]:
     longest = job.config.answer_tokens(job.questions.longest)
-    return scoring.answer_questions(job.crowd, job.prompter, job.questions, batches, longest, aggregator)
+    return answer_questions(job.crowd, job.prompter, job.questions, batches, longest, aggregator)
 
 
-def _row(job: loading.Job, answers: scoring.Answers, base: scoring.Answers) -> Row:
+def _row(job: loading.Job, answers: Answers, base: Answers) -> Row:
     """The line of one question in the predictions file. Free text is neither right nor wrong."""
     source, number, sure = job.tokenized.rows.numbers, answers.number, answers.uncertainty
     right = [*answers.right, base.right[0]]
@@ -294,7 +296,7 @@ def _prompt(job: loading.Job, number: int) -> str:
 # Calibration
 
 
-def _calibrated(job: loading.Job, scores: scoring.Scores) -> scoring.Scores:
+def _calibrated(job: loading.Job, scores: Scores) -> Scores:
     """Fit the temperature of classes and give it to the crowd; returns the scores at this temperature."""
     assert isinstance(scores.judged, Classes), "others were refused"
     before, crowd = replace(scores.judged, temperature=1.0), job.crowd
@@ -321,14 +323,14 @@ def _calibration(job: loading.Job, rows: Sequence[Row]) -> Calibration:
 # The figures
 
 
-def _judged(job: loading.Job, rows: Sequence[Row]) -> tuple[scoring.AnswerScores | None, scoring.AnswerScores | None]:
+def _judged(job: loading.Job, rows: Sequence[Row]) -> tuple[AnswerScores | None, AnswerScores | None]:
     """The right answers of agents, crowd and vote, and those of the base; None for free text."""
     if not rows or job.judged_by == "nll":
         return None, None
     right, base = _right(rows), torch.tensor([[row["base_correct"] for row in rows]])
     if not job.names:
         right = torch.cat([base, right])  # a crowd of one
-    return scoring.AnswerScores(right, asked=_asked(job)), scoring.AnswerScores(base)
+    return AnswerScores(right, asked=_asked(job)), AnswerScores(base)
 
 
 def _right(rows: Sequence[Row]) -> torch.Tensor:
@@ -336,11 +338,11 @@ def _right(rows: Sequence[Row]) -> torch.Tensor:
     return torch.tensor([[*row["agents_correct"], row["correct"], row["vote_correct"]] for row in rows]).T
 
 
-def _evaluation(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, rows: Sequence[Row]) -> Evaluation:
+def _evaluation(job: loading.Job, scores: Scores, base: Scores, rows: Sequence[Row]) -> Evaluation:
     config, (right, base_right) = job.config, _judged(job, rows)
     heads, names = bool(job.crowd.settings.outputs), job.crowd.names
     rates = [own.learning_rate for own in config.each_agent]
-    found = scoring.fields_of(scores, right, heads=heads)
+    found = fields_of(scores, right, heads=heads)
     if right is None and not heads and not job.is_rewarded:
         found |= _text_figures(job, scores, base)
     if not job.names:
@@ -360,17 +362,17 @@ def _evaluation(job: loading.Job, scores: scoring.Scores, base: scoring.Scores, 
         aggregator=config.aggregator,
         judged_by=job.judged_by,
         step=job.saved.step,
-        base=None if heads else scoring.base_scores(base, base_right),
+        base=None if heads else base_scores(base, base_right),
         names=tuple(job.names) if job.names != names else (),
         folders=tuple(names) if job.names and names != default_names(len(names)) else (),
         learning_rates=tuple(rates) if has_own else (),
-        best_agent=scoring.best_agent(scores, right, job.judged_by) if has_best else None,
+        best_agent=best_agent(scores, right, job.judged_by) if has_best else None,
         left_out=0 if heads or job.is_rewarded else job.questions.left_out,
         sureness=sure,
     )
 
 
-def _text_figures(job: loading.Job, scores: scoring.Scores, base: scoring.Scores) -> dict[str, Any]:
+def _text_figures(job: loading.Job, scores: Scores, base: Scores) -> dict[str, Any]:
     """Perplexity per token, and bits per byte, which do not depend on the tokenizer."""
     tokens, nats = int(scores.tokens.sum()), torch.cat([base.nll[:1], scores.nll]).double().sum(1)
     targets = (job.tokenized[number] for number in range(len(job.tokenized)))
@@ -418,7 +420,7 @@ def _source(job: loading.Job) -> Source:
 
 
 def _asked(job: loading.Job) -> Asked:
-    return scoring.asked_of([job.questions], job.config.answer_tokens(job.questions.longest))
+    return asked_of([job.questions], job.config.answer_tokens(job.questions.longest))
 
 
 def failed_lines(found: Evaluated, most: int) -> Iterator[str]:

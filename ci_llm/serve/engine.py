@@ -167,9 +167,9 @@ class TextJob(Job):
         self.lines.append(TokenLine(chosen.id, chosen.log_probability, chosen.top))
         shows = self.call.body.stream and not self.call.decides_at_the_end
         reads = request.finish != "stop" and bool(shows or self.call.body.stop)
-        self.stopped = reads and self.text.update(request.text)
+        self.stopped = reads and self.text.update(request.ids)
         if self.stopped or request.finish is not None:
-            self.text.finish(request.text)
+            self.text.finish(request.ids)
             return True
         if shows and self.pieces:
             self._show()
@@ -177,7 +177,7 @@ class TextJob(Job):
 
     def close(self, crowd: CrowdModel) -> Ended:
         assert self.request is not None, "it was asked for"
-        own, chosen, sure = self.call.own, self.request.chosen, self.request.sure
+        own, chosen, sure = self.call.own, self.request.chosen, self.request.uncertainties
         confidence = math.exp(sum(each.log_probability for each in chosen))
         agents = len(crowd.names) if self.call.who is None else int(self.call.who >= 0)
         said = about(confidence, agents, right_by(crowd, self.call), own.minimum_confidence, sure)

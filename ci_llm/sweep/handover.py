@@ -1,13 +1,13 @@
 """The checkpoint from which a segment begins: the trials that continue, taken from several checkpoints.
 
-A checkpoint numbers its members. Everything of a member goes with it: for `agent3` the files `agent3/...`, the entries
-`agent3` of the checkpoint's trees, and the fourth value of each list that has one value per member.
+A checkpoint numbers its agents, of which each is a trial. Everything of an agent goes with it: for `agent3` the files
+`agent3/...`, the entries `agent3` of the checkpoint's trees, and the fourth value of each list with one per agent.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -26,36 +26,38 @@ from ci_llm.run.step.state import RecoveryState, TrainState, Validation
 
 _NUMBERED: Final = re.compile(r"agent(\d+)(/.*)?")
 
-#: One member of a checkpoint that was read and verified: the checkpoint, and the number of the member there.
-CheckpointMember: TypeAlias = "tuple[Checkpoint, int]"
+_SIZES: Final = "parameters_per_agent"
+#: The paths of lists with one value per agent: a key of a run's state and those below it, joined by dots. A value that
+#: is not a list holds for every agent of its checkpoint; an empty list stays empty.
+_PER_AGENT: Final = (f"{META}.agents", f"{META}.lora.agents", f"{META}.{_SIZES}", "train_state.agents")
+
+#: One agent of a checkpoint that was read and verified: the checkpoint, and the number of the agent there.
+SavedAgent: TypeAlias = "tuple[Checkpoint, int]"
 
 
-def compose(members: Sequence[CheckpointMember], lists: Collection[str] = ()) -> dict[str, Any]:
-    """A state with these members, numbered in their order; what is not of a member is that of the first checkpoint.
-
-    Args:
-        lists: the paths of lists with one value per member: a key of the state and those below it, joined by dots. A
-            value that is not a list holds for every member of its checkpoint; an empty list stays empty.
+def gather_agents(agents: Sequence[SavedAgent]) -> dict[str, Any]:
+    """A state with these agents, numbered in their order; what is of no agent is that of the first checkpoint.
 
     Returns:
         a new state; its tensors are those of the checkpoints.
 
     Raises:
-        ForeignCheckpoint: the checkpoints are of different steps, or a member is not in its checkpoint.
+        ForeignCheckpoint: the checkpoints are of different steps, or an agent is not in its checkpoint.
     """
-    _require_one_step([checkpoint for checkpoint, _ in members])
+    _require_one_step([checkpoint for checkpoint, _ in agents])
+    files = [_files_of(checkpoint, number, place) for place, (checkpoint, number) in enumerate(agents)]
     state = {
-        key: _picked(key, value, [(checkpoint.state.get(key), number) for checkpoint, number in members], lists)
-        for key, value in members[0][0].state.items()
+        key: _picked(key, value, [(checkpoint.state.get(key), number) for checkpoint, number in agents])
+        for key, value in agents[0][0].state.items()
         if not _NUMBERED.fullmatch(key)
     }
-    for place, (checkpoint, number) in enumerate(members):
-        state |= _files_of(checkpoint, number, place)
+    for own in files:
+        state |= own
     return state
 
 
 def _files_of(checkpoint: Checkpoint, number: int, place: int) -> dict[str, Any]:
-    """The files of one member of a checkpoint, under its new number. Bytes are left out: they copy common files."""
+    """The files of one agent of a checkpoint, under its new number. Bytes are left out: they copy common files."""
     old, new = f"agent{number}/", f"agent{place}/"
     found = {
         new + key.removeprefix(old): value
@@ -67,19 +69,19 @@ def _files_of(checkpoint: Checkpoint, number: int, place: int) -> dict[str, Any]
     return found
 
 
-def _picked(path: str, first: Any, sources: Sequence[tuple[Any, int]], lists: Collection[str]) -> Any:
-    """The value at a path of the new state: those of the members, and for the rest that of the first checkpoint.
+def _picked(path: str, first: Any, sources: Sequence[tuple[Any, int]]) -> Any:
+    """The value at a path of the new state: those of the agents, and for the rest that of the first checkpoint.
 
     Args:
-        sources: for every member the value at this path in its checkpoint, and its number there.
+        sources: for every agent the value at this path in its checkpoint, and its number there.
     """
-    if path in lists and (first or not isinstance(first, list | tuple)):
+    if path in _PER_AGENT and (first or not isinstance(first, list | tuple)):
         return [value[number] if isinstance(value, list | tuple) else value for value, number in sources]
     if not isinstance(first, Mapping):
         return first
     trees = [(source if isinstance(source, Mapping) else {}, number) for source, number in sources]
     result = {
-        key: _picked(f"{path}.{key}", value, [(tree.get(key), number) for tree, number in trees], lists)
+        key: _picked(f"{path}.{key}", value, [(tree.get(key), number) for tree, number in trees])
         for key, value in first.items()
         if not _NUMBERED.fullmatch(str(key))
     }
@@ -96,12 +98,6 @@ def _require_one_step(checkpoints: Sequence[Checkpoint]) -> None:
         )
 
 
-_SIZES: Final = "parameters_per_agent"
-#: The paths of lists that have one value per agent, in a checkpoint of a run.
-_PER_AGENT: Final = (
-    *(f"{META}.agents", f"{META}.lora.agents", f"{META}.{_SIZES}"),
-    "train_state.agents",
-)
 _FROM_A_RUN: Final = frozenset({"README.md"})
 
 
@@ -127,16 +123,16 @@ def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) ->
     for leftover in config.run_folder.glob(".checkpoint_step_*"):  # of a process that was killed while it wrote
         remove_tree(leftover)
     opened = {folder: _last(folder, step) for folder in dict.fromkeys(folder for folder, _ in sources)}
-    members = [(opened[folder], number) for folder, number in sources]
-    first = members[0][0]
+    agents = [(opened[folder], number) for folder, number in sources]
+    first = agents[0][0]
     before = Source(first).config
     by_rows = filter(config.is_open, Config.model_fields)
     settled = (*BY_MACHINE, *FOUND, *by_rows)
     config = config.model_copy(update={key: getattr(before, key) for key in settled})  # what auto was for them
-    state = {key: value for key, value in compose(members, _PER_AGENT).items() if key not in _FROM_A_RUN}
+    state = {key: value for key, value in gather_agents(agents).items() if key not in _FROM_A_RUN}
     state |= {
-        META: _meta(state[META], len(members)),
-        "train_state": _train_state(state["train_state"], [checkpoint for checkpoint, _ in members]),
+        META: _meta(state[META], len(agents)),
+        "train_state": _train_state(state["train_state"], [checkpoint for checkpoint, _ in agents]),
         "config.yaml": config.dump().encode(),
         "trackers": {},
     }

@@ -28,7 +28,8 @@ from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.evaluation_file import Evaluation
 from ci_llm.core.run_folder import BEGINNING, SEGMENTS, SWEEP, Recovery, read_known, read_recovery, write_recovery
 from ci_llm.errors import AllTrialsFailed, BadInput, CheckpointError
-from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial, new_settings
+from ci_llm.sweep.samplers import new_settings
+from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial
 
 FORMAT_VERSION: Final = 1
 
@@ -166,7 +167,7 @@ _SHAPE: Final = (*SHAPE_KEYS, "lora_dropout")
 
 @dataclass(frozen=True)
 class Pack:
-    """Trials that train together from one rung to the next.
+    """A segment as a caller trains it: its trials as they are before it, and the configuration of their run.
 
     Attributes:
         number: the number of the segment, 1, 2, ...

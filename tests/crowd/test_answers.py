@@ -15,7 +15,8 @@ from ci_llm.crowd.aggregators import majority
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.metrics import AnswerStyle, final_answer
 from ci_llm.crowd.next_token import Decoding
-from ci_llm.crowd.scoring import AnswerScores, Questions, answer_questions, paired_gain
+from ci_llm.crowd.questions import AnswerScores, Questions, answer_questions
+from ci_llm.crowd.scoring import paired_gain
 from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Chat, Completion, Message
@@ -155,7 +156,7 @@ def test_every_generated_answer_is_scored(crowd: Crowd, prompter: Prompter) -> N
     assert scores.right.shape == (K + 2, 12)
     for number, prompt in enumerate(test.prompts):
         [generated] = crowd.generate_ids([prompt], decoding, include_agents=True)
-        texts = [prompter.text(ids) for ids in (*generated.agents, generated.text)]
+        texts = [prompter.text(ids) for ids in (*generated.agents, generated.ids)]
         *agents, together = (final_answer(text, "marked") for text in texts)
         lines = [*agents, together, majority(agents, together)]
         assert scores.right[:, number].tolist() == [line == test.answers[number] for line in lines]

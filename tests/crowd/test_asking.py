@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from ci_llm import Crowd
 from ci_llm.crowd.asking import Answer, answers, options_of, prompter_of
 from ci_llm.crowd.next_token import Decoding
-from ci_llm.crowd.scoring import Questions
+from ci_llm.crowd.questions import Questions
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.rows import Completion
 from ci_llm.embedded import BASE_FOLDER, rows
@@ -63,7 +63,7 @@ def test_the_numbers_equal_k_plain_peft_passes(crowd: Crowd, tmp_path: Path, cho
     generated = crowd.generate_ids(prompts, decoding)
     ended = 0
     for prompt, found in zip(prompts, generated, strict=True):
-        text, tokens = found.text, found.tokens
+        text, tokens = found.ids, found.uncertainties
         log_probs = []
         for k in range(K):
             agents[0].set_adapter(f"agent{k}")

@@ -56,7 +56,7 @@ def reference_ids(crowd: Crowd, agents: list[int], prompt: list[int], how: str) 
 
 def require_full_passes(crowd: Crowd, generated: list[Generated]) -> None:
     for prompt, found in zip(PROMPTS, generated, strict=True):
-        assert found.text == reference_ids(crowd, list(range(K)), prompt, "probability")
+        assert found.ids == reference_ids(crowd, list(range(K)), prompt, "probability")
         assert found.agents == [reference_ids(crowd, [k], prompt, "probability") for k in range(K)]
 
 
@@ -74,7 +74,7 @@ def test_crowd_and_agents_generate_what_full_passes_give(family: str) -> None:
         crowd.storage.weights.mul_(4)  # with smaller weights some of these toys only repeat the last token
     generated = crowd.generate_ids(PROMPTS, GREEDY, include_agents=True)
     require_full_passes(crowd, generated)
-    texts = {tuple(text) for found in generated for text in (found.text, *found.agents)}
+    texts = {tuple(text) for found in generated for text in (found.ids, *found.agents)}
     assert len(texts) == len(PROMPTS) * (K + 1), "two texts are the same, so the test would not see a mix-up"
 
 
@@ -115,7 +115,7 @@ def test_generation_leaves_the_crowd_as_it_was(llama: Crowd) -> None:
 
 def test_generation_settings_of_the_base_have_no_effect(llama: Crowd) -> None:
     wanted = llama.generate_ids(PROMPTS, GREEDY)
-    own = GenerationConfig(do_sample=True, temperature=9.0, repetition_penalty=5.0, eos_token_id=wanted[0].text[0])
+    own = GenerationConfig(do_sample=True, temperature=9.0, repetition_penalty=5.0, eos_token_id=wanted[0].ids[0])
     llama.model.generation_config = own
     assert llama.generate_ids(PROMPTS, GREEDY) == wanted
     assert llama.model.generation_config is own
@@ -123,12 +123,12 @@ def test_generation_settings_of_the_base_have_no_effect(llama: Crowd) -> None:
 
 def test_a_text_stops_at_its_end_token_and_the_others_continue(llama: Crowd) -> None:
     free = llama.generate_ids(PROMPTS, GREEDY, include_agents=True)
-    end = free[0].text[3]
+    end = free[0].ids[3]
     found = llama.generate_ids(PROMPTS, Decoding(max_new_tokens=12, ends=frozenset({end, 5000})), include_agents=True)
     for ours, theirs in zip(found, free, strict=True):
-        for text, whole in zip((ours.text, *ours.agents), (theirs.text, *theirs.agents), strict=True):
+        for text, whole in zip((ours.ids, *ours.agents), (theirs.ids, *theirs.agents), strict=True):
             assert text == (whole[: whole.index(end)] if end in whole else whole)
-    assert len(found[0].text) <= 3
+    assert len(found[0].ids) <= 3
 
 
 def test_a_request_to_stop_ends_all_texts_at_the_next_token(llama: Crowd) -> None:
@@ -144,7 +144,7 @@ def test_an_agent_with_nan_is_left_out() -> None:
     wanted = [reference_ids(crowd, [0, 2], prompt, "probability") for prompt in PROMPTS]
     with torch.no_grad():
         crowd.storage.weights[1] = float("nan")
-    assert [found.text for found in crowd.generate_ids(PROMPTS, GREEDY)] == wanted
+    assert [found.ids for found in crowd.generate_ids(PROMPTS, GREEDY)] == wanted
     with torch.no_grad():
         crowd.storage.weights.fill_(float("nan"))
     with pytest.raises(ModelError, match="the logits of every agent hold NaN"):
@@ -154,7 +154,7 @@ def test_an_agent_with_nan_is_left_out() -> None:
 def test_texts_end_at_the_last_position_of_the_base(llama: Crowd) -> None:
     limit = 128
     generated = llama.generate_ids([[5] * (limit - 2), [6, 7]], GREEDY)
-    assert [len(found.text) for found in generated] == [2, 12]
+    assert [len(found.ids) for found in generated] == [2, 12]
     with pytest.raises(DataError, match="a prompt has 128 tokens, and the base reads 128"):
         llama.generate_ids([[6, 7], [5] * limit], GREEDY)
     with pytest.raises(DataError, match="empty") as caught:
@@ -164,7 +164,7 @@ def test_texts_end_at_the_last_position_of_the_base(llama: Crowd) -> None:
 
 def sampled(crowd: Crowd, prompts: list[list[int]] = PROMPTS, **choices: Any) -> list[list[int]]:
     decoding = Decoding(**{"max_new_tokens": 12, "do_sample": True, "seed": 1, **choices})
-    return [found.text for found in crowd.generate_ids(prompts, decoding)]
+    return [found.ids for found in crowd.generate_ids(prompts, decoding)]
 
 
 @pytest.mark.slow
@@ -309,9 +309,9 @@ def test_the_decoder_and_transformers_write_the_same(choices: dict[str, Any]) ->
         (ours, theirs) for size in (3, 2, 1) for ours, theirs in zip(found[True, size], found[False, 3], strict=True)
     ]
     for ours, theirs in pairs:
-        assert (ours.text, ours.agents, ours.agents_ended) == (theirs.text, theirs.agents, theirs.agents_ended)
-        probabilities = [token.probability for token in theirs.tokens]
-        assert [token.probability for token in ours.tokens] == pytest.approx(probabilities, abs=1e-6)
+        assert (ours.ids, ours.agents, ours.agents_ended) == (theirs.ids, theirs.agents, theirs.agents_ended)
+        probabilities = [token.probability for token in theirs.uncertainties]
+        assert [token.probability for token in ours.uncertainties] == pytest.approx(probabilities, abs=1e-6)
 
 
 def test_the_decoder_serves_only_bases_that_it_reproduces(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:

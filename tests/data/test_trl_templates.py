@@ -18,10 +18,11 @@ from transformers import PreTrainedTokenizerFast
 from ci_llm.base.load import load_base
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import pack
+from ci_llm.data.cells import messages_of
 from ci_llm.data.encoder import Encoder, Example, RefusedRowError
 from ci_llm.data.prompts import Prompter, last_answer
 from ci_llm.data.rendering import ChatTemplate
-from ci_llm.data.rows import Chat, PromptForm, messages_of
+from ci_llm.data.rows import Chat, PromptForm
 from ci_llm.lora.settings import LoraSettings
 from tests.data.test_encoder import byte_tokenizer, learned
 

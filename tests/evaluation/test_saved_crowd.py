@@ -17,7 +17,8 @@ from ci_llm.config import Config
 from ci_llm.core.durable import read_json
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.metrics import METRICS, answer_reader
-from ci_llm.crowd.scoring import Questions, score
+from ci_llm.crowd.questions import Questions
+from ci_llm.crowd.scoring import score
 from ci_llm.crowd.uncertainty import Calibration
 from ci_llm.data.batches import pack
 from ci_llm.data.encoder import Encoder

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from ci_llm.cli.main import main
 from ci_llm.core import durable
-from ci_llm.crowd import scoring
+from ci_llm.crowd import questions, scoring
 from ci_llm.evaluation import predictions
 
 TRAINING = {
@@ -45,18 +46,18 @@ def evaluate(words: Sequence[str], dies_at_line: int | None = None, most: int | 
     """
     written = 0
 
-    def limited(name: str, count: Callable[..., float]) -> None:
-        original = getattr(scoring, name)
+    def limited(module: ModuleType, name: str, count: Callable[..., float]) -> None:
+        original = getattr(module, name)
 
         def call(*given: Any, **how: Any) -> Any:
             if most is not None and count(*given) > most:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             return original(*given, **how)
 
-        setattr(scoring, name, call)
+        setattr(module, name, call)
 
-    limited("generate_each", lambda _crowd, _asked, _wanted, at_a_time: at_a_time)
-    limited("_score_batch", lambda _crowd, batch, *_: batch.num_rows / 4)
+    limited(questions, "generate_each", lambda _crowd, _asked, _wanted, at_a_time: at_a_time)
+    limited(scoring, "_score_batch", lambda _crowd, batch, *_: batch.num_rows / 4)
 
     def append_some(path: Any, data: bytes) -> None:
         nonlocal written

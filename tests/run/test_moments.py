@@ -80,7 +80,7 @@ def test_a_stop_in_an_evaluation_is_announced_with_the_step_that_will_be_saved(
 
 
 @pytest.mark.parametrize(
-    ("place", "call"), [("ci_llm.crowd.scoring._score_batch", 2), ("ci_llm.crowd.scoring.generate_each", 1)]
+    ("place", "call"), [("ci_llm.crowd.scoring._score_batch", 2), ("ci_llm.crowd.questions.generate_each", 1)]
 )
 def test_all_processes_leave_an_evaluation_in_the_round_in_which_one_was_asked_to_stop(
     place: str, call: int, server: ForkServer, tmp_path: Path

@@ -28,7 +28,7 @@ from ci_llm.base import sharded
 from ci_llm.checkpoints import store
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.cli.main import main
-from ci_llm.crowd import scoring
+from ci_llm.crowd import questions, scoring
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.model import CrowdOutput
 from ci_llm.data import batches, loader
@@ -212,7 +212,7 @@ def out_of_memory_in_evaluation(fault: Fault) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     wrap(scoring, "_score_batch", lambda _crowd, batch, *_: strike(batch.num_rows))
-    wrap(scoring, "generate_each", lambda _crowd, _asked, _wanted, at_a_time: strike(at_a_time))
+    wrap(questions, "generate_each", lambda _crowd, _asked, _wanted, at_a_time: strike(at_a_time))
 
 
 def kill_in_evaluation(fault: Fault) -> None:
@@ -223,7 +223,7 @@ def kill_in_evaluation(fault: Fault) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     wrap(scoring, "_score_batch", lambda _crowd, batch, *_: strike(batch.num_rows))
-    wrap(scoring, "generate_each", lambda _crowd, _asked, _wanted, at_a_time: strike(at_a_time))
+    wrap(questions, "generate_each", lambda _crowd, _asked, _wanted, at_a_time: strike(at_a_time))
 
 
 def out_of_memory_in_optimizer(fault: Fault) -> None:

@@ -21,7 +21,7 @@ import datasets
 from datasets import Dataset
 
 from ci_llm.core.imports import load_plugin, plugin_names
-from ci_llm.data.rows import JsonRows
+from ci_llm.data.raw_rows import JsonRows
 
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 

@@ -15,7 +15,7 @@ import fsspec  # type: ignore[import-untyped]
 from datasets import Dataset, Features, Value
 
 from ci_llm.data.formats import FileFormat
-from ci_llm.data.rows import DECODER, JsonRows
+from ci_llm.data.raw_rows import DECODER, JsonRows
 
 #: Raise it when the same files give other rows than before: what is kept of them is then not found.
 _VERSION: Final = 1

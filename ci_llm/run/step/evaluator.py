@@ -18,12 +18,14 @@ from ci_llm.core.measures import JudgedBy
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.core.quantities import count
 from ci_llm.core.work import working
-from ci_llm.crowd import scoring
-from ci_llm.crowd.completions import RewardScorer
+from ci_llm.crowd import questions
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.figures import base_scores
 from ci_llm.crowd.judging import Ranking, rank
 from ci_llm.crowd.objective import GrpoObjective, Preferences, TrainedObjective
-from ci_llm.crowd.scoring import AnswerScores, Questions, Scores, Solved, answer_questions, asked_of, score
+from ci_llm.crowd.questions import AnswerScores, Questions, Solved, answer_questions, asked_of
+from ci_llm.crowd.rewarding import RewardScorer
+from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.tokens import TokenizedRows
@@ -166,14 +168,14 @@ class Evaluator:
                 found = self._answers(step, micro_batch_size) if answers and scores is not None else None
         finally:
             self._config = own
-        return None if scores is None or (answers and found is None) else scoring.base_scores(scores, found)
+        return None if scores is None or (answers and found is None) else base_scores(scores, found)
 
     @cached_property
     def judged_by(self) -> JudgedBy:
         """The measure that judges the rows: that of all sets if they have the same one, else the NLL."""
         assert self._crowd.prompter is not None
         heads = self._crowd.settings.outputs
-        found = {scoring.judged_by(rows, self._crowd.prompter, heads=heads) for rows in self.rows.sets}
+        found = {questions.judged_by(rows, self._crowd.prompter, heads=heads) for rows in self.rows.sets}
         return found.pop() if len(found) == 1 else "nll"
 
     @cached_property

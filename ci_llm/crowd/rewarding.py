@@ -1,0 +1,185 @@
+"""Rewards: of completions by functions, and the scores of agents and crowd by them.
+
+In an evaluation each agent and the crowd answer every prompt twice: by the most probable tokens, and by a sample. A
+completion that no function rewards counts as 0. An agent whose numbers are not finite has no score.
+
+Legend: K agents, U prompts, G completions of a prompt, F rewards; index K stands for the crowd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ci_llm.config import Config
+from ci_llm.crowd.completions import as_drawn, write
+from ci_llm.crowd.generation import elect, final_answers, requests_of
+from ci_llm.crowd.judging import Judged
+from ci_llm.crowd.model import CrowdModel
+from ci_llm.crowd.next_token import Decoding, Request, TokenIds, ends_of_base, generate_key
+from ci_llm.crowd.scoring import Scores
+from ci_llm.data.rows import Chat, Prompted
+from ci_llm.data.tokens import TokenizedRows
+from ci_llm.objectives.grpo import Grpo, total_rewards
+from ci_llm.objectives.grpo.rewards import Reward, judged
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A row as rewards see it.
+
+    Attributes:
+        prompt: its text, or its messages.
+        columns: its cells, by the names of their columns.
+        place: where it stands, in words.
+    """
+
+    prompt: Any
+    columns: Mapping[str, Any]
+    place: str
+
+    @classmethod
+    def of(cls, rows: TokenizedRows, number: int) -> Asking:
+        """Row `number` of the tokenised rows."""
+        at = rows.row_numbers[number]
+        raw, column = rows.rows.cells(at)
+        cell = raw[column]
+        if not isinstance(cell, str):
+            row = rows.rows[at]
+            assert isinstance(row, Prompted)
+            cell = [turn.as_turn() for turn in row.row.messages] if isinstance(row.row, Chat) else row.row.completion
+        return cls(cell, raw, rows.rows.place(at))
+
+
+#: Columns that are not handed over under their own names, as in TRL.
+_GIVEN: Final = ("prompt", "prompts", "completion", "completions", "completion_ids")
+
+
+def rewards_of_group(
+    rewards: Sequence[Reward],
+    asking: Asking,
+    texts: Sequence[str],
+    tokens: Sequence[Sequence[int]],
+    where: str,
+    timeout: float | None,
+) -> Tensor:
+    """The rewards of the completions of one prompt by every function: [G, F] fp64, NaN where it gives none.
+
+    Raises:
+        RewardFailed: see `judged`.
+    """
+    count, is_chat = len(texts), not isinstance(asking.prompt, str)
+    said = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else [*texts]
+    given = {"prompts": [asking.prompt] * count, "completions": said, "completion_ids": [*map(list, tokens)]}
+    named = given | {name: [value] * count for name, value in asking.columns.items() if name not in _GIVEN}
+    whole = given | {"rows": [asking.columns] * count}
+    found = [judged(reward, whole if reward.reads_answer else named, where, timeout) for reward in rewards]
+    return torch.tensor(found, dtype=torch.float64).view(len(rewards), count).T
+
+
+class Rewarded(Judged):
+    """The judgement by rewards: `found` [K, U, 2] of greedy and of drawn answers, `labels` [U, 2] of the crowd's."""
+
+    part = "rewards"
+    objective = "grpo"
+
+    @property
+    def everyone(self) -> Tensor:
+        return torch.cat([self.found, self.labels[None]])
+
+    @property
+    def outcome(self) -> tuple[Tensor, Tensor]:
+        """True where a greedy answer has a reward of 1; and minus that reward."""
+        greedy = self.everyone[..., 0]
+        return greedy >= 1, -greedy
+
+    @property
+    def figures(self) -> dict[str, list[float]]:
+        greedy, drawn = self.everyone.mean(1).unbind(-1)
+        return {"reward": greedy.tolist(), "sampled_reward": drawn.tolist()}
+
+
+@dataclass(frozen=True)
+class RewardScorer:
+    """Scores agents and crowd on prompts, as the configuration of their run says."""
+
+    config: Config
+    objective: Grpo
+    rewards: Sequence[Reward]
+
+    def scores(
+        self,
+        crowd: CrowdModel,
+        rows: TokenizedRows,
+        batches: Iterable[Sequence[int]],
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Scores | None:
+        """The scores of these rows, in their order; None if `stop`, which is asked after every token, says True.
+
+        Args:
+            batches: numbers of rows, of which each batch is answered at the same time.
+        """
+        each = list[Tensor]()
+        for batch in batches:
+            each += self._answered(crowd, rows, batch, stop)
+            if stop():
+                return None
+        found = torch.stack(each) if each else torch.zeros(0, crowd.num_agents + 1, 2, dtype=torch.float64)
+        of_all = found.transpose(0, 1)
+        judged = Rewarded(of_all[:-1], of_all[-1])
+        return Scores(*judged.outcome, torch.ones(len(found), dtype=torch.long), judged=judged)
+
+    def _answered(
+        self, crowd: CrowdModel, rows: TokenizedRows, batch: Sequence[int], stop: Callable[[], bool]
+    ) -> list[Tensor]:
+        """The rewards [K + 1, 2] of the answers to each prompt; none if `stop` says True."""
+        asked = [(number, rows[number].input_ids.tolist()) for number in batch]
+        each = [self._requests(crowd, number, prompt) for number, prompt in asked]
+        waiting = [request for of_row in each for own in of_row for wanted in own for request in wanted]
+        write(crowd, waiting, len(batch) * (crowd.num_agents + 1), stop)
+        if stop():
+            return []
+        found = list[Tensor]()
+        for (number, prompt), of_row in zip(asked, each, strict=True):
+            asking = Asking.of(rows, number)
+            of_each = [[self._reward(crowd, prompt, asking, wanted) for wanted in own] for own in of_row]
+            # An agent alone is the crowd.
+            found.append(torch.tensor(of_each, dtype=torch.float64).expand(crowd.num_agents + 1, 2))
+        return found
+
+    def _requests(self, crowd: CrowdModel, number: int, prompt: TokenIds) -> list[list[list[Request]]]:
+        """Of K agents and of the crowd those of two answers, a greedy and a drawn one: several where the crowd votes.
+
+        Of an agent alone only those of the crowd.
+        """
+        agents = range(crowd.num_agents if crowd.num_agents > 1 else 0)
+        of_agents = [[[Request(prompt, how, k, generate_key(number))] for how in self._ways(crowd, k)] for k in agents]
+        return [*of_agents, [requests_of(crowd, number, prompt, how) for how in self._ways(crowd, 0)]]
+
+    def _ways(self, crowd: CrowdModel, agent: int) -> tuple[Decoding, Decoding]:
+        """The options of an agent's greedy and of its drawn answer, which has its temperature in training."""
+        assert crowd.prompter is not None
+        config, ends = self.config, crowd.prompter.ends | ends_of_base(crowd.model)
+        longest = config.max_new_tokens_eval
+        longest = config.max_completion_length if longest == "auto" else longest
+        greedy = Decoding(longest, ends, config.aggregator, seed=config.seed)
+        return greedy, as_drawn(greedy, self.objective, agent)
+
+    def _reward(self, crowd: CrowdModel, prompt: TokenIds, asking: Asking, requests: Sequence[Request]) -> float:
+        """The reward of the one text, or of the one that wins; NaN if the numbers of all writers are not finite."""
+        prompter, texts = crowd.prompter, [request.tokens for request in requests if request.error is None]
+        assert prompter is not None
+        if not texts:
+            return math.nan
+        ids: TokenIds = texts[0]
+        if len(texts) > 1:
+            how = self.config.aggregator
+            ids, _ = elect(crowd, prompt, texts, how, lambda each: final_answers([prompter.text(ids) for ids in each]))
+        where, timeout = f"evaluation, {asking.place}", self.objective.reward_timeout
+        rewards = rewards_of_group(self.rewards, asking, [prompter.text(ids)], [ids], where, timeout)
+        return float(total_rewards(rewards, self.objective.reward_weights).nan_to_num(nan=0.0))
