@@ -23,6 +23,8 @@ from ci_llm.errors import CheckpointError, PeerLost, first_line
 MAX_VOTES: Final = 8
 #: Bytes that a message may have before it costs a second collective; generators of one process have about 20,000.
 FIRST_CAPACITY: Final = 1 << 16
+#: A message of up to so many bytes costs the second collective once, because its size is kept for the next ones.
+MOST_KEPT: Final = 1 << 20
 _LENGTH_BYTES: Final = 8
 #: First byte of a message that says whether its sender has failed.
 _FAILED, _FINE = b"\0", b"\1"
@@ -74,10 +76,11 @@ class SideChannel:
     def __init__(self) -> None:
         self._group: Any = dist.new_group(backend="gloo") if _distributed() else None
         self._lost: PeerLost | None = None
+        self._capacity = FIRST_CAPACITY
         self.index, self.count = (dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1)
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """The messages of all processes, by index; one collective, and a second one where a message is long.
+        """The messages of all processes, by index; one collective, and a second one for a message of record length.
 
         Nothing that is received is executed.
 
@@ -111,7 +114,7 @@ class SideChannel:
         return [each[1:] for each in received]
 
     def _gather(self, message: bytes) -> list[bytes]:
-        capacity = FIRST_CAPACITY
+        capacity = self._capacity
         while True:
             # All processes send equally many bytes, as `all_gather` wants it: so no size has to be agreed on first.
             sent = torch.zeros(_LENGTH_BYTES + capacity, dtype=torch.uint8)
@@ -124,7 +127,9 @@ class SideChannel:
                 ends = [_LENGTH_BYTES + length for length in lengths]
                 return [each[_LENGTH_BYTES:end].numpy().tobytes() for each, end in zip(received, ends, strict=True)]
             # Every process sees the same lengths, so all of them come to the same capacity and gather once more.
-            capacity = max(lengths)
+            capacity = 1 << (max(lengths) - 1).bit_length()
+            if capacity <= MOST_KEPT:
+                self._capacity = capacity
 
     def _disconnect(self, reason: str) -> PeerLost:
         """Close every connection of the group, so that a process that waits for this one gets an error as well."""
@@ -168,14 +173,14 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def num_processes() -> int:
-    """How many processes the run has."""
-    return dist.get_world_size() if _distributed() else 1
-
-
 def has_other_processes() -> bool:
     """True if other processes may wait for this one in a collective."""
-    return num_processes() > 1
+    return _distributed() and dist.get_world_size() > 1
+
+
+def num_processes() -> int:
+    """How many processes the run has."""
+    return dist.get_world_size() if has_other_processes() else 1
 
 
 def failed_elsewhere() -> CheckpointError:
