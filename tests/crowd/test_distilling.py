@@ -72,7 +72,7 @@ def test_the_student_comes_nearer_to_the_crowd_and_the_control_to_its_texts(
         """Mean KL(crowd || model) over the targets of the student's rows."""
         total = []
         for row in whole.student[:6]:
-            ids, targets = row.input_ids.tolist(), row.supervised[1:]
+            ids, targets = row.input_ids.tolist(), torch.tensor(row.supervised[1:].tolist())
             crowd = torch.stack([log_probs(agent, ids) for agent in agents]).exp().mean(0)[:-1][targets]
             total.append((crowd * (crowd.log() - log_probs(model, ids)[:-1][targets])).sum(-1).mean())
         return float(torch.stack(total).mean())
@@ -81,7 +81,7 @@ def test_the_student_comes_nearer_to_the_crowd_and_the_control_to_its_texts(
         """The mean NLL of the control's texts, in nats."""
         total = []
         for row in whole.control:
-            ids, targets = row.input_ids.tolist(), row.supervised[1:]
+            ids, targets = row.input_ids.tolist(), torch.tensor(row.supervised[1:].tolist())
             wanted = torch.tensor(ids[1:])[:, None]
             total.append(-log_probs(model, ids)[:-1].gather(-1, wanted)[targets].mean())
         return float(torch.stack(total).mean())
