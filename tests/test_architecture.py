@@ -287,7 +287,7 @@ CAPS = {
     "core": 1485,
     "crowd": 4471,
     "data": 3209,
-    "distributed": 629,
+    "distributed": 633,
     "dry_run": 788,
     "embedded": 156,
     "evaluation": 694,
