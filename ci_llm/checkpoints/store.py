@@ -304,26 +304,21 @@ class CheckpointStore:
         """The manifest and the files of a step, verified. Raises DamagedCheckpoint, CheckpointError."""
         return layout.open_step(self.directory, step)
 
-    def latest(self, *, heal: bool = True) -> int | None:
-        """The newest step that verifies. A checkpoint that does not is named.
-
-        Args:
-            heal: move what does not verify to `quarantine/`, unless another attempt writes here; keeps no lease for it.
-        """
-        newest = self._newest(verify_folder, heal, None)
-        return None if newest is None else newest.step
-
     def newest(self) -> int | None:
-        """As `latest`, for the one writer: it looks once, and knows the newest step until `forget`."""
+        """As `look`, for the one writer: it looks once, keeps no bytes, and knows the newest step until `forget`."""
         if self._newest_known is None:
             self.acquire_lease()
-            self._newest_known = (self.latest(),)
+            found = self._newest(verify_folder, heal=True, at_most=None)
+            self._newest_known = (None if found is None else found.step,)
         return self._newest_known[0]
 
     def look(self, *, heal: bool = True, at_most: int | None = None) -> int | None:
-        """As `latest`; the bytes that were read stay in memory for `take`, and are not read again while they are new.
+        """The newest step that verifies. A checkpoint that does not is named.
+
+        The bytes that were read stay in memory for `take`, and are not read again while they are new.
 
         Args:
+            heal: move what does not verify to `quarantine/`, unless another attempt writes here; keeps no lease for it.
             at_most: steps after this one are passed over.
         """
         if self._opened is None or not self.is_newest(self._opened, at_most):
@@ -495,7 +490,7 @@ class CheckpointStore:
             self._newest_known = (after_step,)
         self._held()
         newer = [folder for step, folder in committed(self.directory) if step > after_step]
-        # The newest goes last: until then `latest` is what it was, and afterwards it is `after_step`.
+        # The newest goes last: until then `look` gives what it was, and afterwards it is `after_step`.
         newer.reverse()
         return [self._move_to_shelf(folder, layout.SUPERSEDED) for folder in newer]
 

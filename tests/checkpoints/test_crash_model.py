@@ -48,7 +48,7 @@ def open_store(root: Path, disk: Filesystem, number: int = 1, limit: int | None 
 def newest(root: Path) -> int | None:
     """What a fresh reader finds, with its contents checked."""
     store = CheckpointStore(root)
-    step = store.latest(heal=False)
+    step = store.look(heal=False)
     if step is not None:
         files = store.read(step).files
         assert files["agent0/b.json"].startswith(f"step {step} ".encode())
@@ -239,7 +239,8 @@ class Histories(RuleBasedStateMachine):
         hurt = self.store.path(numbered_steps(self.store.directory)[-1]) / "agent0/b.json"
         hurt.write_bytes(hurt.read_bytes()[:-1] + b"!")
         self.newest = newest(self.root)
-        if not self.change(self.store.latest, self.newest, lives):
+        self.store.let_go()
+        if not self.change(self.store.look, self.newest, lives):
             self.new_writer()
 
     @rule(lives=st.none() | st.integers(0, 60))
