@@ -136,7 +136,6 @@ def written(
         size: the number of requests in a group.
         most: the number of texts written at the same time.
         stop, is_over: as in `Wanted`.
-
     """
     write = _by_decoder if decodes(crowd) else _by_transformers
     return write(crowd, iter(groups), size, most, stop, is_over)

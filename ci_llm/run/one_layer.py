@@ -206,14 +206,14 @@ def choose(crowd: Crowd, lengths: Sequence[int], train: Train, processes: Proces
     with processes.autocast():
         limit = tolerance(crowd.model.dtype, compute_dtype(crowd.model.get_input_embeddings().weight))
     taken: list[str] = []
-    for part in PARTS if not isinstance(plain, str) else ():
+    for part in PARTS:  # also where the plain pass failed: others may have done it, and each pass may gather
         reasons = [*filter(None, processes.gather_object(_difference(attempt([part]), plain, limit)))]
         if reasons:
             lines.append(f"{part} stays plain: {reasons[0]}")
         else:
             taken.append(part)
-    reason = plain if isinstance(plain, str) else _difference(attempt(taken), plain, limit)
-    reasons = [*filter(None, processes.gather_object(reason))]
+    reason = _difference(attempt(taken), plain, limit)
+    reasons = [*filter(None, processes.gather_object(plain if isinstance(plain, str) else reason))]
     if reasons:
         taken, lines = [], [f"everything stays plain: {reasons[0]}"]
     crowd.compute_fast(taken)
