@@ -174,7 +174,7 @@ def read_manifest(folder: Path) -> Manifest:
         DamagedCheckpoint: it is missing or not as it was written, or that of another step than the folder's name says.
         OtherFormat: this program cannot read it.
     """
-    with _as_damage(folder):
+    with as_damage(folder):
         manifest = Manifest.parse(_bytes_of_manifest(folder))
         # A copy under a later number would be newer than every step that the run saves from then on.
         if (named := STEP_FOLDER.match(folder.name)) and int(named[1]) != manifest.step:
@@ -188,7 +188,7 @@ def read_step(folder: Path) -> int:
     Raises:
         DamagedCheckpoint: its manifest is missing or not as it was written.
     """
-    with _as_damage(folder):
+    with as_damage(folder):
         step = unseal(_bytes_of_manifest(folder), _SEAL, "the manifest").get("step")
         if not isinstance(step, int):
             raise ValueError("the manifest lacks a field")
@@ -219,7 +219,7 @@ def verify_folder(folder: Path, *, from_disk: bool = False, but: Collection[str]
         DamagedCheckpoint: something is missing, added or different; each such thing is named.
     """
     manifest = read_manifest(folder)
-    with _as_damage(folder):
+    with as_damage(folder):
         _check_listing(folder, manifest)
         _require_digests(folder, {n: r for n, r in manifest.files.items() if n not in but}, from_disk)
     return manifest
@@ -239,7 +239,7 @@ def verify_files(folder: Path, records: Mapping[str, FileRecord]) -> None:
     Raises:
         DamagedCheckpoint: the device does not hold what was written.
     """
-    with _as_damage(folder):
+    with as_damage(folder):
         _require_digests(folder, records, from_disk=True)
 
 
@@ -260,7 +260,7 @@ def read_folder(folder: Path) -> tuple[Manifest, dict[str, bytes]]:
         DamagedCheckpoint: something is missing, added or different.
     """
     manifest = read_manifest(folder)
-    with _as_damage(folder):
+    with as_damage(folder):
         _check_listing(folder, manifest)
         files = {name: _read_verified(folder, name, record) for name, record in manifest.files.items()}
     return manifest, files
@@ -280,7 +280,7 @@ def read_file(folder: Path, name: str, record: FileRecord) -> bytes:
     Raises:
         DamagedCheckpoint: it is missing, or not what the manifest says.
     """
-    with _as_damage(folder):
+    with as_damage(folder):
         return _read_verified(folder, name, record)
 
 
@@ -325,7 +325,7 @@ def list_files(folder: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 @contextmanager
-def _as_damage(folder: Path) -> Iterator[None]:
+def as_damage(folder: Path) -> Iterator[None]:
     """Turn what reading a folder raises into an error with the folder's name."""
     try:
         yield

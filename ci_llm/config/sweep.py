@@ -215,10 +215,12 @@ def _without_spaces(
     here: dict[str, parsing.Entry] = {}
     for entry in entries:
         name, key = normalized(entry.name), key_of(entry)
+        mine = name if name in SweepKeys.model_fields else key
+        if mine in written.keys | written.spaces and mine in here and entry.where != parsing.COMMAND_LINE:
+            problems.append(given_twice(mine, here[mine], entry))  # on the command line the last one counts
+        here[mine] = entry
         if name in SweepKeys.model_fields:
-            if name in here and entry.where != parsing.COMMAND_LINE:  # there the last one counts
-                problems.append(given_twice(name, here[name], entry))
-            here[name] = written.keys[name] = entry
+            written.keys[name] = entry
         elif (found := _space_of(entry, key, problems)) is None:
             written.spaces.pop(key, None)  # one value on the command line sets a space of the file aside
             yield entry

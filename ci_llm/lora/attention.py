@@ -188,7 +188,7 @@ def _needs_window(module: torch.nn.Module) -> bool:
 def _seen(parts: tuple[int, ...], length: int, window: int | None, device: torch.device) -> Tensor:
     """Which of the T tokens of these parts each of the last `length` attends to: [length, T] bool."""
     total = sum(parts)
-    if len(parts) == 1 or length < total:  # one text in the order of its positions, which may be long
+    if len(parts) == 1 or (len(parts) == 2 and length < total):  # one text in its own order, which may be long
         seen = torch.ones(length, total, dtype=torch.bool, device=device).tril(total - length)
         return seen if window is None else seen.triu(total - length + 1 - window)
     part = torch.arange(len(parts)).repeat_interleave(torch.tensor(parts))

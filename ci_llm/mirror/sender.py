@@ -226,11 +226,12 @@ class Mirror:
             self._send(*found)
         self._commit(self._writer.head)
         if not self._swept:
-            lost, self._swept = self._writer.sweep(), True
-            if lost:
-                logger.warning("mirror    steps there were not whole; what this disk has of them is sent again")
-                self._commit(self._writer.head.putting_aside(lambda entry: entry.place in lost))
+            if lost := self._writer.sweep():
+                names = ", ".join(entry.name for entry in lost)
+                logger.warning(f"mirror    {names} there lacked files; what this disk has of them is sent again")
+                self._commit(self._writer.head.putting_aside(lambda entry: entry in lost))
                 self._work.set()
+            self._swept = True
         with self._lock:
             caught_up = not self._work.is_set()  # else the folder has changed meanwhile
             self._behind_since = None if caught_up else time.monotonic()
@@ -278,8 +279,8 @@ class Mirror:
     def _pace(self, nbytes: int) -> None:
         """Wait before bytes go, or give up what is being sent."""
         self._change()
-        newest = self._next() if self.sending and self._limiter.hurry.is_set() else None
-        if self._over.is_set() or (newest is not None and newest[0] > max(self.sending)):
+        newest = self._next() if self._limiter.hurry.is_set() else None
+        if self._over.is_set() or (newest is not None and newest[0] > max(self.sending, default=-1)):
             raise _GivenUpError
         self._limiter(nbytes)
 

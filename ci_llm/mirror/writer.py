@@ -16,12 +16,12 @@ from typing import Final
 
 import xxhash
 
-from ci_llm.checkpoints.manifest import MANIFEST, digest, read_manifest
+from ci_llm.checkpoints.manifest import MANIFEST, as_damage, digest, read_manifest
 from ci_llm.core.durable import read_chunks
-from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, WriterBusy
+from ci_llm.errors import CheckpointError, DamagedCheckpoint, MirrorUnreachable, OtherFormat, WriterBusy
 from ci_llm.mirror.head import HEAD, NOBODY, SENT, Entry, Found, Head, RunFile, digest_of
 from ci_llm.mirror.objects import PART_BYTES, Conflict, Missing, Objects, Version, require_conditions
-from ci_llm.mirror.reader import MirrorReader
+from ci_llm.mirror.reader import TRIES, MirrorReader
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class MirrorWriter:
         data = manifest.dump()
         entry = Entry(folder.name, manifest.step, manifest.nbytes, self._place(digest([data])))
         for name, record in manifest.files.items():
-            self._send(entry.key(name), _chunks(folder / name, record.digest), record.size, record.digest)
+            self._send(entry.key(name), _chunks(folder, name, record.digest), record.size, record.digest)
         self._send(entry.key(MANIFEST), [data], len(data), digest_of(entry.place))
         return entry
 
@@ -190,33 +190,49 @@ class MirrorWriter:
 
     # Removing
 
-    def sweep(self) -> set[str]:
-        """Remove what earlier writers left, and look whether everything that counts is there.
+    def sweep(self) -> list[Entry]:
+        """Remove what earlier writers left, and look whether every step of the line is there.
 
-        A later writer may need what this one does not know, so that is left alone.
+        A later writer may need what this one does not know, so that is left alone. Where the store does not list its
+        objects, nothing is done.
 
         Returns:
-            the places of steps in the line that are not whole; they can be sent again.
+            the steps that are not whole; they can be sent again.
         """
-        listed, kept, number = dict(self._objects.list("")), self.head.places, self.head.writer.partition("-")[0]
+        try:
+            listed = dict(self._objects.list(""))
+        except MirrorUnreachable as error:
+            logger.debug("the mirror is not looked through: %s", error.what)
+            return []
+        kept, number = self.head.places, self.head.writer.partition("-")[0]
 
         def is_left(key: str) -> bool:
             sent = SENT.match(key)
             return sent is not None and sent[1] < number and "/".join(key.split("/")[:2]) not in kept
 
         self._remove(filter(is_left, listed))
-        lost = {entry.place for entry in self.head.line if not self._is_whole(entry, listed)}
-        self._there = {key for key in self._there if not key.startswith(tuple(lost))}
+        lost = [entry for entry in self.head.line if not self._is_whole(entry, listed)]
+        self._there = {key for key in self._there if not key.startswith(tuple(entry.place for entry in lost))}
         return lost
 
     def _is_whole(self, entry: Entry, listed: Mapping[str, int]) -> bool:
         try:
-            sizes = {name: record.size for name, record in self._reader.manifest(entry).files.items()}
-            if any(listed.get(entry.key(name)) != size for name, size in sizes.items()):
-                self._reader.open(entry)  # a listing may be stale
+            files = self._reader.manifest(entry).files
+        except OtherFormat:
+            return True  # of another version of this program, which can tell
         except DamagedCheckpoint:
             return False
-        return True
+        return all(
+            listed.get(key) == record.size or self._is_held(key, record.size, record.digest)  # a listing may be stale
+            for key, record in ((entry.key(name), record) for name, record in files.items())
+        )
+
+    def _is_held(self, key: str, size: int, known: str) -> bool:
+        for _ in range(TRIES):
+            with contextlib.suppress(Missing):
+                if digest(self._reader.pieces(key, size)) == known:
+                    return True
+        return False
 
     def _remove(self, keys: Iterable[str]) -> None:
         """Remove objects. What the store does not let us list or remove stays until the next claim."""
@@ -229,24 +245,20 @@ class MirrorWriter:
             logger.debug("leftovers stay in the mirror: %s", error.what)
 
 
-def _chunks(path: Path, known: str) -> Iterator[bytes]:
+def _chunks(folder: Path, name: str, known: str) -> Iterator[bytes]:
     """The bytes of a file of a checkpoint, which need not lie in memory together.
 
     Raises:
-        DamagedCheckpoint: at their end, they have another digest; or the file is gone. CheckpointError: it cannot be
-            read. An error of this disk must not look like one of the store.
+        DamagedCheckpoint: at their end, they have another digest; or the disk does not give them. CheckpointError: this
+            process cannot read them. An error of this disk must not look like one of the store.
     """
     whole = xxhash.xxh3_128()
-    try:
-        for chunk in read_chunks(path):
+    with as_damage(folder):
+        for chunk in read_chunks(folder / name):
             whole.update(chunk)
             yield chunk
-    except FileNotFoundError as error:
-        raise DamagedCheckpoint(f"{path.parent.name} is gone: {error}", where=str(path)) from error
-    except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error}", where=str(path)) from error
-    if whole.hexdigest() != known:
-        raise DamagedCheckpoint(f"{path.name} of {path.parent.name} has another digest", where=str(path))
+        if whole.hexdigest() != known:
+            raise ValueError(f"{name} has another digest")
 
 
 def another_run(url: str) -> CheckpointError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.core.durable import Filesystem
-from ci_llm.errors import MirrorUnreachable
+from ci_llm.errors import DamagedCheckpoint, MirrorUnreachable
+from ci_llm.mirror import writer as writer_module
 from ci_llm.mirror.filling import fill
 from ci_llm.mirror.head import HEAD, NOBODY, Found, Head
 from ci_llm.mirror.objects import Conflict, open_objects
@@ -71,17 +73,35 @@ def test_a_listing_that_lacks_what_is_there_condemns_no_step(lying: Lying, tmp_p
     entry = writer.send_step(folder)
     writer.commit(writer.head.with_step(entry))
     lying.instead["list"] = lambda prefix: iter([])
-    assert writer.sweep() == set()
+    assert writer.sweep() == []
     lying.store.delete([entry.key("config.yaml")])
-    assert writer.sweep() == {entry.place}
+    assert writer.sweep() == [entry]
     assert writer.send_step(folder) == entry, "it is sent again"
-    assert writer.sweep() == set()
+    assert writer.sweep() == []
+    lying.instead["list"] = refused
+    assert writer.sweep() == [], "a store that does not list"
+
+
+def test_a_bad_block_of_the_disk_is_damage_of_that_step(
+    lying: Lying, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "checkpoint_step_3"
+    write_checkpoint(folder, {"config.yaml": b"seed: 1\n"}, step=3)
+
+    def bad(path: Path) -> Iterator[bytes]:
+        raise OSError(errno.EIO, "Input/output error")
+        yield
+
+    monkeypatch.setattr(writer_module, "read_chunks", bad)
+    with pytest.raises(DamagedCheckpoint, match="Input/output error"):
+        claimed(lying).send_step(folder)
+
+
+def refused(*_: Any) -> Any:
+    raise MirrorUnreachable("403 AccessDenied", where="the store")
 
 
 def test_the_store_says_why_it_refuses_a_claim(lying: Lying) -> None:
-    def refused(*_: Any) -> None:
-        raise MirrorUnreachable("403 AccessDenied", where=lying.url)
-
     claimed(lying)
     lying.instead["swap"] = refused
     with pytest.raises(MirrorUnreachable, match="403 AccessDenied"):

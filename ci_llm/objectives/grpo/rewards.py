@@ -128,7 +128,7 @@ def last_number(text: str) -> float | None:
 
 
 def _compared(named: str | None, read: Callable[[str], object]) -> Function:
-    """1 where `read` finds the same in a completion as in the right answer, and None where it finds nothing there."""
+    """1 where `read` finds the same in a completion as in the right answer, else 0; None if it finds nothing there."""
 
     def reward(completions: Sequence[Any], rows: Sequence[Mapping[str, Any]], **_: Any) -> list[float | None]:
         wanted = [None if want is None else read(str(want)) for want in _answers(rows, named)]
