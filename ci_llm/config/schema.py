@@ -273,7 +273,7 @@ class TrainingKeys(Keys):
     )
     global_batch_size: Count | None = exact(
         None,
-        "rows per optimizer step; null: batch_size x processes x gradient_accumulation_steps",
+        "rows per optimizer step; null: batch_size x processes x gradient_accumulation_steps at the first start",
         stronger_than="gradient_accumulation_steps",
     )
     learning_rate: AutoRate = exact(
