@@ -283,7 +283,7 @@ CAPS = {
     "checkpoints": 2343,
     "cli": 1632,
     "cluster": 721,
-    "config": 2124,
+    "config": 2125,
     "core": 1485,
     "crowd": 4472,
     "data": 3209,
