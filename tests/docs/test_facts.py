@@ -161,7 +161,8 @@ def same(value: object, told: str) -> bool:
 
 @pytest.mark.slow  # TRL loads much
 def test_the_defaults_that_differ_from_those_of_trl_are_those_of_both_programs() -> None:
-    trl = pytest.importorskip("trl")
+    import trl
+
     theirs = {**trl.SFTConfig.__dataclass_fields__, **trl.ModelConfig.__dataclass_fields__}
     ours = Config(model_name="another", objective="sft")
     text = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8").partition("Defaults that differ")[2]

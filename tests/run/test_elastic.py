@@ -35,11 +35,11 @@ def meet(peers: int) -> int:
     """A trial for the fork server: a process that is asked to stop while it waits for a peer."""
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = "1"
     process_group.MEETING_GRACE_S = DEADLINE_S if peers else 0.2  # type: ignore[misc]
-    interrupts, heard = Interrupts(), threading.Event()
-    wait = interrupts.wait
-    interrupts.wait = lambda limit: (wait(limit), heard.set())[0]  # type: ignore[method-assign]
+    interrupts, patience, heard = Interrupts(), process_group.Patience(), threading.Event()
+    until = patience.until
+    patience.until = lambda: (until(), heard.set())[0]  # type: ignore[method-assign]
     interrupts.request_stop("signal:SIGTERM")
-    with process_group.ends_if_stopped(interrupts, process_group.Patience()), process_group.peer_errors():
+    with process_group.ends_if_stopped(interrupts, patience), process_group.peer_errors():
         assert heard.wait(DEADLINE_S)  # from here on the time of grace runs
         if not peers:
             threading.Event().wait()

@@ -230,7 +230,7 @@ def test_a_temperature_of_classes_is_fitted_once_and_kept(
     made = evaluated(capsys, run, "--calibrate")
     after = evaluated(capsys, run, "--abstain-below", "0.5")
     temperature = made["classes"]["temperature"]
-    assert json.loads((run / "calibration.json").read_text())["learned"]["temperature"] == temperature
+    assert json.loads((run / "calibration.json").read_text())["temperature"] == temperature
     assert made["nll"]["crowd"] == pytest.approx(after["nll"]["crowd"])
     assert made["nll"]["crowd"] < before["nll"]["crowd"]
     assert made["nll"]["agents"] == before["nll"]["agents"] == after["nll"]["agents"]
