@@ -77,8 +77,8 @@ class CheckpointKeys(Keys):
     save_total_limit: Count | None = free(3, "newest checkpoints that are kept; null: all")
     resume_from_checkpoint: PathText | None = free(
         "latest",
-        "where the run begins: latest, a checkpoint, the folder of a run, or null for a fresh start; later starts refuse"
-        " another value",
+        "where the run begins: latest, a checkpoint, the folder of a run, or null for a fresh start; later starts"
+        " refuse another value",
         no_sweep=(
             "trials resume from where the sweep left them",
             "leave it out; init_from=FOLDER starts all trials from adapters",
