@@ -1,1 +1,1 @@
-"""The agents: each a thing of its own, with views of the storage that all of them share, and a schedule of its rate."""
+"""The agents: what each has, the storage of which each has views, and the schedules of their learning rates."""

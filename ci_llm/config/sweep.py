@@ -212,16 +212,21 @@ def _without_spaces(
     entries: Iterable[parsing.Entry], written: _Written, problems: list[Problem]
 ) -> Iterator[parsing.Entry]:
     """The entries that are keys of a run; what is of the sweep goes into `written`, over what is there."""
-    here: dict[str, parsing.Entry] = {}
+    first: dict[str, parsing.Entry] = {}
+    single: set[str] = set()  # keys of a run with one value: of two of them the run's own reading says so
     for entry in entries:
         name, key = normalized(entry.name), key_of(entry)
-        mine = name if name in SweepKeys.model_fields else key
-        if mine in written.keys | written.spaces and mine in here and entry.where != parsing.COMMAND_LINE:
-            problems.append(given_twice(mine, here[mine], entry))  # on the command line the last one counts
-        here[mine] = entry
-        if name in SweepKeys.model_fields:
+        of_sweep = name in SweepKeys.model_fields
+        found = None if of_sweep else _space_of(entry, key, problems)
+        is_single = not of_sweep and found is None
+        before = first.setdefault(name if of_sweep else key, entry)
+        is_twice = before is not entry and not (is_single and key in single)
+        if is_twice and entry.where != parsing.COMMAND_LINE:  # on the command line the last one counts
+            problems.append(given_twice(name if of_sweep else key, before, entry))
+        if of_sweep:
             written.keys[name] = entry
-        elif (found := _space_of(entry, key, problems)) is None:
+        elif found is None:
+            single.add(key)
             written.spaces.pop(key, None)  # one value on the command line sets a space of the file aside
             yield entry
         elif key in SPACE_KEYS:

@@ -162,9 +162,18 @@ def answers(
         ModelError: the crowd has no prompter.
         BadInput: before anything is generated: a prompt cannot be used, or `batch_size` is below 1.
     """
-    if batch_size < 1:
-        raise BadInput("batch_size must be at least 1", where="generation settings", hint="change the value named")
-    yield from _Asking(crowd, prompts, options).answers(batch_size, include_agents=include_agents)
+    asking = _Asking(crowd, prompts, options)
+    found = asking.generated(batch_size, include_agents=include_agents, uncertainty=True)
+    yield from map(asking.answer, asking.prompts, found)
+
+
+def texts(crowd: CrowdModel, prompts: Sequence[Prompt], options: Decoding, batch_size: int = 16) -> list[str]:
+    """The text alone of the answer to each prompt, "" if it abstains; see `answers`."""
+    if options.abstain_below is not None:
+        found = answers(crowd, prompts, options, batch_size, include_agents=False)
+        return ["" if answer.abstained else answer.answer for answer in found]
+    asking = _Asking(crowd, prompts, options)
+    return [asking.text(found.ids) for found in asking.generated(batch_size)]
 
 
 def stream(crowd: CrowdModel, prompt: Prompt, options: Decoding) -> Stream:
@@ -179,16 +188,18 @@ def _pieces(asking: _Asking) -> Generator[str, None, Answer]:
     """Yield the pieces of the answer to the one prompt, and return the answer."""
     crowd, options, [prompt], [ids] = asking.crowd, asking.options, asking.prompts, asking.ids
     if find_vote(options.aggregator) or options.abstain_below is not None or not decodes(crowd):
-        [answer] = asking.answers(1, include_agents=False)
+        [found] = asking.generated(1, uncertainty=True)
+        answer = asking.answer(prompt, found)
         if answer.answer and not answer.abstained:
             yield answer.answer
         return answer
     pieces: list[str] = []
     text = TextSoFar(asking.prompter.tokenizer, options.stop_strings, pieces.append)
-    requests, decoder = generation.requests_of(crowd, 0, ids, options), Decoder(crowd, slots=1)
+    requests = generation.requests_of(crowd, 0, ids, options, uncertainty=True)
+    decoder = Decoder(crowd, slots=1)
     decoder.admit(requests)
     while decoder.open:
-        with generation.in_one_message(crowd):
+        with generation.base_errors(crowd):
             decoder.step()
         for request in decoder.open:
             if text.update(request.ids):
@@ -331,17 +342,20 @@ class _Asking:
         if self.ids:
             free_positions(crowd.model, self.ids)
 
-    def answers(self, at_a_time: int, *, include_agents: bool) -> Iterator[Answer]:
-        """Yield an answer for each prompt, in order: of all agents together, token by token or by a vote."""
+    def generated(
+        self, at_a_time: int, *, include_agents: bool = False, uncertainty: bool = False
+    ) -> Iterator[Generated]:
+        """Yield the texts for each prompt, in order: of all agents together, token by token or by a vote."""
+        if at_a_time < 1:
+            raise BadInput("batch_size must be at least 1", where="generation settings", hint="change the value named")
         wanted = generation.Wanted(
             self.options,
             include_agents=include_agents and bool(self.crowd.names),  # a base alone has no agents to include
+            uncertainty=uncertainty,
             is_over=self._has_stopped if self.options.stop_strings else None,
             answers_of=lambda texts: generation.final_answers([self.text(ids) for ids in texts]),
         )
-        return map(
-            self.answer, self.prompts, generation.generate_each(self.crowd, enumerate(self.ids), wanted, at_a_time)
-        )
+        return generation.generate_each(self.crowd, enumerate(self.ids), wanted, at_a_time)
 
     def _has_stopped(self, ids: TokenIds) -> bool:
         return TextSoFar(self.prompter.tokenizer, self.options.stop_strings).update(ids)
@@ -364,7 +378,7 @@ class _Asking:
             probability_right=probability,
             abstained=probability is not None and probability < (options.abstain_below or 0),
             agents_asked=len(self.crowd.names),
-            complete=len(uncertainties) > len(ids) or len(text) < len(self.prompter.text(ids)),
+            complete=found.has_ended or len(text) < len(self.prompter.text(ids)),
             tokens=tuple(uncertainties),
             **vars(of_text(uncertainties)),
         )

@@ -263,8 +263,9 @@ class Crowd(CrowdModel):
             BadInput: a value is out of range, or a prompt cannot be used.
         """
         options = options_of(self, **choices)
-        found = asking.answers(self, prompts_of(prompts), options, batch_size, include_agents=details)
-        return [*found] if details else ["" if answer.abstained else answer.answer for answer in found]
+        if details:
+            return [*asking.answers(self, prompts_of(prompts), options, batch_size)]
+        return asking.texts(self, prompts_of(prompts), options, batch_size)
 
     def stream(self, prompt: Prompt, **choices: Unpack[Choices]) -> Stream:
         """Answer one prompt piece by piece: `for piece in crowd.stream(prompt): print(piece, end="", flush=True)`.

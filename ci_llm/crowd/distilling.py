@@ -145,7 +145,7 @@ def _answered(
             found = crowd.generate_ids(part, decoding, include_agents=True)
             for prompt, each in zip(part, found, strict=True):
                 own = each.agents[start]
-                if len(each.uncertainties) > len(each.ids) and each.agents_ended[start]:
+                if each.has_ended and each.agents_ended[start]:
                     yield continuation(prompt, [*each.ids, end]), continuation(prompt, [*own, end])
             shown.advance_to(at + len(part))
 

@@ -63,6 +63,7 @@ class Wanted:
     Attributes:
         decoding: the options of the crowd's text.
         include_agents: also continue every prompt by each agent alone, greedily.
+        uncertainty: also compute how sure the crowd is of every token; see `Request`.
         stop: called after every token; True ends all texts there.
         is_over: called with each text that has not ended, after each of its tokens; True ends this text there.
         answers_of: the final answers in texts, for a crowd that votes.
@@ -70,6 +71,7 @@ class Wanted:
 
     decoding: Decoding
     include_agents: bool = False
+    uncertainty: bool = False
     stop: Callable[[], bool] = lambda: False
     is_over: Callable[[TokenIds], bool] | None = None
     answers_of: Reading | None = None
@@ -109,12 +111,12 @@ def generate_each(
     Raises:
         DataError, ModelError: as `generate_ids`.
     """
-    how, include_agents = wanted.decoding, wanted.include_agents
-    size = len(requests_of(crowd, 0, [0], how, include_agents=include_agents))
-    groups = (requests_of(crowd, *each, how, include_agents=include_agents) for each in asked)
+    how = {"include_agents": wanted.include_agents, "uncertainty": wanted.uncertainty}
+    size = len(requests_of(crowd, 0, [0], wanted.decoding, **how))
+    groups = (requests_of(crowd, number, prompt, wanted.decoding, **how) for number, prompt in asked)
     found = written(crowd, groups, size, at_a_time * size, wanted.stop, wanted.is_over)
     while True:
-        with in_one_message(crowd):
+        with base_errors(crowd):
             requests = next(found, None)
         if requests is None:
             return
@@ -142,8 +144,8 @@ def written(
 
 
 @contextmanager
-def in_one_message(crowd: CrowdModel) -> Iterator[None]:
-    """Raises ModelError where the base fails inside: families raise errors of every kind for what they lack."""
+def base_errors(crowd: CrowdModel) -> Iterator[None]:
+    """An error of the base in the block is a ModelError: families raise errors of every kind for what they lack."""
     try:
         yield
     except Exception as error:
@@ -184,11 +186,17 @@ def _by_decoder(
 
 
 def requests_of(
-    crowd: CrowdModel, number: int, prompt: TokenIds, decoding: Decoding, *, include_agents: bool = False
+    crowd: CrowdModel,
+    number: int,
+    prompt: TokenIds,
+    decoding: Decoding,
+    *,
+    include_agents: bool = False,
+    uncertainty: bool = False,
 ) -> list[Request]:
     """The requests of one prompt: the crowd's text unless it votes, and then those of the agents, which are greedy."""
     votes, greedy = find_vote(decoding.aggregator) is not None, replace(decoding, do_sample=False)
-    own = [] if votes else [Request(prompt, decoding, key=generate_key(number), uncertainty=True)]
+    own = [] if votes else [Request(prompt, decoding, key=generate_key(number), uncertainty=uncertainty)]
     agents = range(crowd.num_agents) if votes or include_agents else ()
     return own + [Request(prompt, greedy, k) for k in agents]
 
@@ -204,14 +212,15 @@ def generated_of(crowd: CrowdModel, requests: Sequence[Request], wanted: Wanted)
         read = wanted.answers_of or _reading(crowd.prompter)
         winner, uncertainties = elect(crowd, agents[0].prompt, [each.tokens for each in agents], how.aggregator, read)
         ids = [token for token in winner if token not in how.ends]
+        has_ended = len(ids) < len(winner)
     else:
         own, *agents = requests
         if own.error is not None:
             raise own.error
-        ids, uncertainties = own.ids, own.uncertainties
+        ids, uncertainties, has_ended = own.ids, own.uncertainties, own.finish == "stop"
     shown = agents if wanted.include_agents else []
     ended = [each.finish == "stop" for each in shown]
-    return Generated(ids, uncertainties, [each.ids for each in shown], ended)
+    return Generated(ids, has_ended, uncertainties, [each.ids for each in shown], ended)
 
 
 def _reading(prompter: Prompter | None) -> Reading:

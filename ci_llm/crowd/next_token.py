@@ -189,12 +189,15 @@ class Generated:
 
     Attributes:
         ids: the text of the crowd.
-        uncertainties: how sure the crowd was of every token of its text, and of the end if it chose one.
+        has_ended: True if the crowd ended its text; False if it was cut.
+        uncertainties: how sure the crowd was of every token of its text and of its end; empty if that was not asked
+            for, and no vote computes it anyway.
         agents: [K] greedy texts of each agent alone; empty if they were not asked for.
         agents_ended: [K] whether an agent ended its text; False if the text was cut, or the agent's numbers failed.
     """
 
     ids: list[int]
+    has_ended: bool
     uncertainties: list[TokenUncertainty]
     agents: list[list[int]]
     agents_ended: list[bool]

@@ -25,7 +25,7 @@ from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import Decoding, ends_of_base, num_positions
 from ci_llm.crowd.scoring import own_rows, shares
-from ci_llm.crowd.uncertainty import Uncertainty, of_text, signals
+from ci_llm.crowd.uncertainty import TokenUncertainty
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompter, last_answer
 from ci_llm.data.units import Unit
@@ -232,16 +232,14 @@ class Answers:
         agents: the texts of the K agents.
         crowd: the text of the crowd.
         right: [K+2] True for each that is right: K agents, the crowd, the vote.
-        uncertainty: how sure the crowd was.
-        signals: those of the crowd's answer, see `ci_llm.crowd.uncertainty`.
+        sure: how sure the crowd was of every token, see `ci_llm.crowd.uncertainty`; empty if that was not asked for.
     """
 
     number: int
     agents: list[str]
     crowd: str
     right: list[bool]
-    uncertainty: Uncertainty
-    signals: list[float]
+    sure: list[TokenUncertainty]
 
 
 def answer_questions(
@@ -252,6 +250,8 @@ def answer_questions(
     max_new_tokens: int,
     aggregator: str,
     stop: Callable[[], bool] = lambda: False,
+    *,
+    uncertainty: bool = False,
 ) -> Iterator[Answers]:
     """Generate the answers of the agents and of the crowd greedily, question after question.
 
@@ -262,11 +262,13 @@ def answer_questions(
         max_new_tokens: at most so many tokens per answer.
         aggregator: one of `ci_llm.crowd.aggregators`.
         stop: called after every token; True ends all texts at that point.
+        uncertainty: also compute how sure the crowd is of each answer.
     """
     is_one = crowd.num_agents == 1 and find_vote(aggregator) is None  # its answer is the crowd's
     wanted = Wanted(
         Decoding(max_new_tokens, questions.ends, aggregator),
         include_agents=not is_one,
+        uncertainty=uncertainty,
         stop=stop,
         answers_of=lambda texts: [questions.read(prompter.text(ids)) for ids in texts],
     )
@@ -284,8 +286,7 @@ def answer_questions(
         *own, crowds = map(questions.read, (*agents, together))
         wanted_answer = questions.answers[number]
         right = [answer == wanted_answer != "" for answer in (*own, crowds, majority(own, crowds))]
-        sure = generated.uncertainties
-        yield Answers(number, agents, together, right, of_text(sure), signals(sure))
+        yield Answers(number, agents, together, right, generated.uncertainties)
 
 
 def _spread(numbers: Sequence[int], count: int) -> list[int]:

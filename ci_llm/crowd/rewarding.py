@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ci_llm.config import Config
 from ci_llm.crowd.completions import as_drawn, write
-from ci_llm.crowd.generation import elect, final_answers, in_one_message, requests_of
+from ci_llm.crowd.generation import base_errors, elect, final_answers, requests_of
 from ci_llm.crowd.judging import Judged
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import Decoding, Request, TokenIds, ends_of_base, generate_key
@@ -141,7 +141,7 @@ class RewardScorer:
         asked = [(number, rows[number].input_ids.tolist()) for number in batch]
         each = [self._requests(crowd, number, prompt) for number, prompt in asked]
         waiting = [request for of_row in each for own in of_row for wanted in own for request in wanted]
-        with in_one_message(crowd):
+        with base_errors(crowd):
             write(crowd, waiting, len(batch) * (crowd.num_agents + 1), stop)
         if stop():
             return []

@@ -33,7 +33,7 @@ from ci_llm.crowd.pretrained import default_names, located
 from ci_llm.crowd.questions import Answers, AnswerScores, answer_questions, asked_of
 from ci_llm.crowd.rewarding import RewardScorer
 from ci_llm.crowd.scoring import Scores, score
-from ci_llm.crowd.uncertainty import Calibration, fit
+from ci_llm.crowd.uncertainty import Calibration, fit, of_text, signals
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.dealing import share
 from ci_llm.data.rows import Chat
@@ -246,7 +246,7 @@ def _answer(job: loading.Job, predictions: Predictions, progress: Progress) -> N
     total, done = len(job.questions), len(predictions.rows)
     batches = share(range(done, total), 0, 1, job.batch_size)
     progress("answering", done, total)
-    answered = _answers_to(job, batches, job.config.aggregator)
+    answered = _answers_to(job, batches, job.config.aggregator, uncertainty=True)
     for batch in batches:
         ours = bases = [*islice(answered, len(batch))]
         if job.names:
@@ -256,14 +256,18 @@ def _answer(job: loading.Job, predictions: Predictions, progress: Progress) -> N
         progress("answering", batch[-1] + 1, total)
 
 
-def _answers_to(job: loading.Job, batches: Sequence[Sequence[int]], aggregator: str) -> Iterator[Answers]:
+def _answers_to(
+    job: loading.Job, batches: Sequence[Sequence[int]], aggregator: str, *, uncertainty: bool = False
+) -> Iterator[Answers]:
     longest = job.config.answer_tokens(job.questions.longest)
-    return answer_questions(job.crowd, job.prompter, job.questions, batches, longest, aggregator)
+    return answer_questions(
+        job.crowd, job.prompter, job.questions, batches, longest, aggregator, uncertainty=uncertainty
+    )
 
 
 def _row(job: loading.Job, answers: Answers, base: Answers) -> Row:
     """The line of one question in the predictions file. Free text is neither right nor wrong."""
-    source, number, sure = job.tokenized.rows.numbers, answers.number, answers.uncertainty
+    source, number, sure = job.tokenized.rows.numbers, answers.number, of_text(answers.sure)
     right = [*answers.right, base.right[0]]
     *agents, crowd, vote, of_base = right if job.judged_by == "exact_match" else [None] * len(right)
     count, canonical = len(job.names), job.tokenized.row_numbers[job.questions.rows[number]]
@@ -280,7 +284,7 @@ def _row(job: loading.Job, answers: Answers, base: Answers) -> Row:
         "agents_correct": agents[:count],
         "vote_correct": vote,
         "base_correct": of_base,
-        "signals": [round(number, 6) for number in answers.signals],
+        "signals": [round(number, 6) for number in signals(answers.sure)],
     }
 
 

@@ -103,7 +103,7 @@ def stopped_before_meeting(
 def joined(config: Config, launch: Launch, interrupts: Interrupts, code: Callable[[], int]) -> Iterator[Processes]:
     """The processes of the run, joined within the block, after everything that one process can refuse alone.
 
-    Both ends of the block are collectives. Where a peer is lost, this process ends behind the block, with the exit code
+    Both ends of the block are collectives. Where a peer is lost, this process ends after the block, with the exit code
     `code()`, or with that of an error.
     """
     check_folder(config.run_folder)

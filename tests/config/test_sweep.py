@@ -180,3 +180,19 @@ def test_values_of_a_range_can_be_typed() -> None:
     assert values == sorted(values)
     assert all(float(f"{value:g}") == value for value in values)
     assert {Range(2.0, 64.0, log=True, whole=True).at(share / 9) for share in range(10)} <= {*range(2, 65)}
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "trials: 8\ntrials: 16\nlearning_rate: [1e-3, 2e-3]",
+        "learning_rate: [1e-3, 2e-3]\nlr: [1e-4, 2e-4]",
+        "lora_rank: [4, 8]\nlora_rank: 8\nlearning_rate: [1e-3, 2e-3]",
+        "lora_rank: 8\nlora_rank: [4, 8]",
+        "seed: 1\nseed: 2\nlearning_rate: [1e-3, 2e-3]",
+    ],
+)
+def test_a_file_gives_a_key_once(lines: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is given twice") as refusal:
+        read_sweep(written(tmp_path, lines), [])
+    assert str(refusal.value).count("given twice") == 1

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ci_llm import Crowd
+from ci_llm.crowd import next_token
 from ci_llm.crowd.asking import Answer, answers, options_of, prompter_of
 from ci_llm.crowd.next_token import Decoding
 from ci_llm.crowd.questions import Questions
@@ -48,6 +49,14 @@ def test_details_change_no_answer_and_hold_the_answer_of_each_agent(crowd: Crowd
     assert len({text for answer in detailed for text in (*answer.agents, answer.answer)}) > len(QUESTIONS)
 
 
+def test_texts_alone_cost_no_entropies(crowd: Crowd, detailed: list[Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a large vocabulary they cost more than the choice of the token."""
+    monkeypatch.setattr(next_token, "token_uncertainty", None)
+    assert crowd.generate(QUESTIONS, **SHORT) == [answer.answer for answer in detailed]
+    with pytest.raises(TypeError, match="NoneType"):
+        crowd.generate(QUESTIONS[:1], details=True, **SHORT)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("choices", [{}, {"aggregator": "logit"}, {"do_sample": True, "temperature": 2.0, "seed": 4}])
 def test_the_numbers_equal_k_plain_peft_passes(crowd: Crowd, tmp_path: Path, choices: dict[str, Any]) -> None:
@@ -60,7 +69,7 @@ def test_the_numbers_equal_k_plain_peft_passes(crowd: Crowd, tmp_path: Path, cho
     prompter = prompter_of(crowd)
     prompts = [prompter.ids(question) for question in QUESTIONS]
     decoding = Decoding(ends=prompter.ends, **SHORT, **choices)
-    generated = crowd.generate_ids(prompts, decoding)
+    generated = crowd.generate_ids(prompts, decoding, uncertainty=True)
     ended = 0
     for prompt, found in zip(prompts, generated, strict=True):
         text, tokens = found.ids, found.uncertainties

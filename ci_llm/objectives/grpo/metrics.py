@@ -17,12 +17,12 @@ from ci_llm.objectives.grpo import spread
 logger = logging.getLogger(__name__)
 
 #: Sum and count of a metric.
-Pair = tuple[float, float]
+SumAndCount = tuple[float, float]
 
 
 def metrics_of(
     names: Sequence[str], rewards: Tensor, total: Tensor, spreads: Tensor, lengths: Sequence[int], cut: Sequence[bool]
-) -> dict[str, Pair]:
+) -> dict[str, SumAndCount]:
     """The metrics of the completions that an agent has drawn in a step, in all processes.
 
     Args:
@@ -41,12 +41,12 @@ def metrics_of(
     return found | {"completions/clipped_ratio": (float(sum(cut)), float(len(cut)))}
 
 
-def _mean(values: Tensor) -> Pair:
+def _mean(values: Tensor) -> SumAndCount:
     known = values[~values.isnan()]
     return float(known.sum()), float(len(known))
 
 
-def _deviation(values: Tensor) -> Pair:
+def _deviation(values: Tensor) -> SumAndCount:
     """The unbiased standard deviation as one number; none of fewer than two values."""
     found = spread(values.flatten())
     return (0.0, 0.0) if found.isnan() else (float(found), 1.0)
@@ -68,7 +68,7 @@ class Watch:
     flat: int = 0
     cut: int = 0
 
-    def look(self, of_agents: Sequence[Mapping[str, Pair]], step: int) -> None:
+    def look(self, of_agents: Sequence[Mapping[str, SumAndCount]], step: int) -> None:
         """Look at the metrics of a step, of every agent."""
 
         def share(name: str) -> float:

@@ -37,7 +37,7 @@ from ci_llm.data.units import unit_of
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import RewardFailed
 from ci_llm.objectives.grpo import advantages, spread, total_rewards
-from ci_llm.objectives.grpo.metrics import Pair, Watch, metrics_of
+from ci_llm.objectives.grpo.metrics import SumAndCount, Watch, metrics_of
 from ci_llm.objectives.grpo.rewards import failed_elsewhere
 from ci_llm.run.step.step_metrics import StepMetrics
 
@@ -185,7 +185,7 @@ class Rollouts:
     drawer: Drawer
     processes: Processes
     watch: Watch = field(default_factory=Watch)
-    measured: list[dict[str, Pair]] = field(default_factory=list)
+    measured: list[dict[str, SumAndCount]] = field(default_factory=list)
     disk_refuses: bool = False
 
     def of_step(
@@ -280,7 +280,9 @@ def _in_numbers(groups: Sequence[Group]) -> _Numbers:
     return [group.rewards.tolist() for group in groups], lengths, [cut for group in groups for cut in group.cut]
 
 
-def _measured(objective: GrpoObjective, of_processes: Sequence[_Numbers]) -> tuple[dict[str, Pair], Tensor | None]:
+def _measured(
+    objective: GrpoObjective, of_processes: Sequence[_Numbers]
+) -> tuple[dict[str, SumAndCount], Tensor | None]:
     """The metrics of one agent in a step, and the deviation of all its rewards, if it divides advantages."""
     grpo, names = objective.grpo, [reward.name for reward in objective.rewards]
     listed, lengths, cut = ([*chain.from_iterable(part)] for part in zip(*of_processes, strict=True))
