@@ -284,7 +284,7 @@ CAPS = {
     "cli": 1632,
     "cluster": 721,
     "config": 2130,
-    "core": 1485,
+    "core": 1481,
     "crowd": 4494,
     "data": 3209,
     "distributed": 633,

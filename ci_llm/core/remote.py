@@ -88,26 +88,19 @@ def why_unreachable() -> str | None:
         return f"{endpoint}: {error}"
 
 
-def go_offline_if_unreachable(*names: str) -> str | None:
+def offline_note(names: Iterable[str]) -> str | None:
     """Set HF_HUB_OFFLINE if the hub is unreachable. It must be called before the libraries are imported.
 
     Args:
         names: the names of the base model and the data set; if none of them may be on the hub, no request is made.
 
     Returns:
-        why the hub is unreachable; None if it is reachable, or was not asked.
+        a line for people, with the reason; None if the hub is reachable, or was not asked.
     """
-    if OFFLINE in os.environ or not any(map(may_be_on_hub, names)):
+    if OFFLINE in os.environ or not any(map(may_be_on_hub, names)) or (reason := why_unreachable()) is None:
         return None
-    reason = why_unreachable()
-    if reason is not None:
-        os.environ[OFFLINE] = "1"
-    return reason
-
-
-def offline_note(names: Iterable[str]) -> str | None:
-    """`go_offline_if_unreachable`; returns a line for people if the hub is unreachable."""
-    return (reason := go_offline_if_unreachable(*names)) and f"unreachable, only its local cache is used ({reason})"
+    os.environ[OFFLINE] = "1"
+    return f"unreachable, only its local cache is used ({reason})"
 
 
 def fetch(repository: str, patterns: Sequence[str]) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.core.remote import OFFLINE, go_offline_if_unreachable, may_be_on_hub, why_unreachable
+from ci_llm.core.remote import OFFLINE, may_be_on_hub, offline_note, why_unreachable
 from tests.support.children import DEADLINE_S, PYTHONPATH, ROOT
 from tools.testbed.forkserver import free_port
 
@@ -69,20 +69,20 @@ def test_which_names_may_be_on_the_hub(name: str, may_be: bool) -> None:
 
 def test_a_hub_that_answers_is_there_whatever_it_says(hub: None) -> None:
     assert why_unreachable() is None
-    assert go_offline_if_unreachable("openai/gsm8k") is None
+    assert offline_note(["openai/gsm8k"]) is None
     assert OFFLINE not in os.environ
 
 
 def test_one_that_does_not_is_not_asked_again(no_hub: str) -> None:
-    reason = go_offline_if_unreachable("embedded", "openai/gsm8k")
+    reason = offline_note(["embedded", "openai/gsm8k"])
     assert reason is not None
     assert no_hub in reason
     assert os.environ[OFFLINE] == "1"
-    assert go_offline_if_unreachable("embedded", "openai/gsm8k") is None
+    assert offline_note(["embedded", "openai/gsm8k"]) is None
 
 
 def test_nobody_is_asked_where_nothing_is_wanted_of_it(no_hub: str) -> None:
-    assert go_offline_if_unreachable("embedded", "/data/mine.jsonl") is None
+    assert offline_note(["embedded", "/data/mine.jsonl"]) is None
     assert OFFLINE not in os.environ
 
 
