@@ -2,7 +2,7 @@
 
     python -m benchmarks.grpo --parts learns --seeds 42 43 44
     python -m benchmarks.grpo --parts cost --rounds 5
-    python -m benchmarks.grpo --parts real --steps 32 --rates 1e-5 1e-4 3e-4 1e-3
+    python -m benchmarks.grpo --parts real --steps 24 --rates 1e-5 1e-4 3e-4 1e-3
 
 All but `real` is on the embedded base.
 
@@ -343,7 +343,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS[:3]], help="default: all but real")
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44], help="default: 42 43 44")
-    parser.add_argument("--steps", type=int, help="of GRPO (default: 80; 32 on the real base), or of a round (3)")
+    parser.add_argument("--steps", type=int, help="of GRPO (default: 80; 24 on the real base), or of a round (3)")
     parser.add_argument("--rate", default="1e-3", help="of GRPO (default: 1e-3)")
     parser.add_argument("--sft-rate", default="8e-3", help="of SFT on the other rows (default: 8e-3)")
     parser.add_argument("--split", choices=("validation", "test"), default="test", help="held-out rows (default: test)")
@@ -363,7 +363,7 @@ def main() -> None:
         if "resume" in options.parts:
             print(resume_table(folder))
         for seed in options.seeds if "real" in options.parts else ():
-            print(learn_on_real_base(folder, seed, options.steps or 32, options.rates, options.rows))
+            print(learn_on_real_base(folder, seed, options.steps or 24, options.rates, options.rows))
 
 
 if __name__ == "__main__":  # the reward is imported by name: one module has to hold its calls
