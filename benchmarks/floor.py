@@ -12,7 +12,6 @@ Legend: K agents, N tokens, S targets, T tokens of a row, D width of all heads, 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -48,10 +47,10 @@ def necessary_flops(crowd: Crowd, batch: Batch) -> float:
 
 
 #: Both products of a step with a weight [out, in]: x Wᵀ forward, g W for the gradient of the input.
-LIBRARIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "torch.mm": lambda x, weight: torch.mm(x, weight.mT),
-    "oneDNN": partial(product, by_onednn=True),
-}
+LIBRARIES: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
+    lambda x, weight: torch.mm(x, weight.mT),
+    partial(product, by_onednn=True),
+)
 
 
 class Products:
@@ -60,7 +59,6 @@ class Products:
     Attributes:
         flops_per_s: the speed on each batch, every shape weighed by how often the step needs it, and by the library
             that is faster for it.
-        by_library: the same by each library alone.
     """
 
     def __init__(self, crowd: Crowd, dtype: torch.dtype) -> None:
@@ -69,40 +67,29 @@ class Products:
         self._shapes = Counter(tuple(layer.weight.shape) for layer in linear if isinstance(layer, nn.Linear))
         self._head = tuple(crowd.model.get_output_embeddings().weight.shape)
         self.flops_per_s: list[float] = []
-        self.by_library: dict[str, list[float]] = {name: [] for name in LIBRARIES}
 
     def step(self, batch: Batch) -> None:
         """Measure them for the rows of one batch."""
         tokens = self._agents * batch.num_tokens
         work = [(tokens, shape, count) for shape, count in self._shapes.items()]
         work.append((batch.num_targets, self._head, self._agents))
-        flops, seconds = 0.0, dict.fromkeys(["fastest", *LIBRARIES], 0.0)
+        flops = seconds = 0.0
         for rows, (out_features, in_features), count in work:
-            each = self._seconds(rows, out_features, in_features)
-            for name, own in {**each, "fastest": min(each.values())}.items():
-                seconds[name] += count * own
+            seconds += count * self._seconds(rows, out_features, in_features)
             flops += count * 4.0 * rows * out_features * in_features
-        self.flops_per_s.append(flops / seconds["fastest"])
-        for name, speeds in self.by_library.items():
-            speeds.append(flops / seconds[name])
+        self.flops_per_s.append(flops / seconds)
 
-    def told(self) -> str:
-        """The median speeds, for people."""
-        speeds = {"at": self.flops_per_s, **self.by_library}
-        at, *each = [f"{name} {statistics.median(found) / 1e9:.0f}" for name, found in speeds.items()]
-        return f"{at} GFLOP/s ({', '.join(each)})"
-
-    def _seconds(self, rows: int, out_features: int, in_features: int) -> dict[str, float]:
-        """Seconds of both products, x Wᵀ and the gradient times W, by each library."""
+    def _seconds(self, rows: int, out_features: int, in_features: int) -> float:
+        """Seconds of both products, x Wᵀ and the gradient times W, by the library that is faster for them."""
         x, weight = self._random(rows, in_features), self._random(out_features, in_features)
-        found = {}
-        for name, multiply in LIBRARIES.items():
+        found = []
+        for multiply in LIBRARIES:
             y = multiply(x, weight)  # warms up
             start = time.process_time()
             multiply(x, weight)
             multiply(y, weight.mT)
-            found[name] = time.process_time() - start
-        return found
+            found.append(time.process_time() - start)
+        return min(found)
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape).to(self._dtype)

@@ -119,8 +119,8 @@ def floor(case: Case) -> Callable[[Sequence[Batch]], tuple[float, float]]:
     def take(steps: Sequence[Batch]) -> tuple[float, float]:
         for batch in steps:
             products.step(batch)
-        print(f"products {products.told()}", flush=True)
         speeds = products.flops_per_s[-len(steps) :]
+        print(f"products at {statistics.median(speeds) / 1e9:.0f} GFLOP/s", flush=True)
         return sum(necessary_flops(crowd, b) / at for b, at in zip(steps, speeds, strict=True)), float("nan")
 
     return take

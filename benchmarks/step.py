@@ -71,9 +71,7 @@ LOSSES_AGREE_TO = {"fp32": 1e-3, "bf16": 3e-2}  # of the first steps of a real b
 class Ours:
     """One step as the training loop takes it; the attributes are what its functions read of a trainer."""
 
-    def __init__(
-        self, base: PreTrainedModel, layers: Layers = "all", agents: int = K, fast: Sequence[str] = PARTS
-    ) -> None:
+    def __init__(self, base: PreTrainedModel, layers: Layers = "all", agents: int = K) -> None:
         mixed: Any = "bf16" if base.dtype == torch.bfloat16 else "no"
         wanted = Config(learning_rate=LEARNING_RATE, max_grad_norm=MAX_NORM, mixed_precision="auto")
         self.processes = Processes(wanted)
@@ -81,7 +79,7 @@ class Ours:
         self.state = TrainState.of_agents(agents)
         self.crowd = Crowd(base, LoraSettings(num_agents=agents, rank=RANK, alpha=ALPHA, layers=layers), "random")
         self.crowd.choose_route()
-        self.crowd.compute_fast(fast)
+        self.crowd.compute_fast(PARTS)
         optimizer = torch.optim.AdamW([{"params": [row]} for row in self.crowd.storage.rows], fused=True)
         before = Prepared(self.crowd, optimizer)
         accelerator = self.processes.accelerator
@@ -216,40 +214,33 @@ class Measured:
     Attributes:
         costs: of every trainer on every batch but the first, which warms up.
         floor: of every batch, the share of our step that the necessary products take at their own speed, ascending.
-        speeds: in words, that speed and those of both libraries.
+        flops_per_s: the median of that speed.
     """
 
     costs: Costs
     floor: list[float]
-    speeds: str
+    flops_per_s: float
 
     def ratio(self, name: str) -> float:
         """The median ratio of a trainer's CPU time to ours."""
         return statistics.median(cpu_ratios(self.costs[name], self.costs[OURS]))
 
 
-def measure(
-    size: str,
-    inputs: Sequence[Batch],
-    precision: str = "fp32",
-    *,
-    agents: int = K,
-    fast: Sequence[str] = PARTS,
-) -> Measured:
-    """Every trainer on every batch, in turns; for `fast` see --kernels.
+def measure(size: str, inputs: Sequence[Batch], precision: str = "fp32") -> Measured:
+    """Every trainer on every batch, in turns.
 
     Raises:
         AssertionError: the trainers' losses differ, so they did not do the same.
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     base = random_base(size).to(dtype)
-    ours = Ours(copy.deepcopy(base), agents=agents, fast=fast)
+    ours = Ours(copy.deepcopy(base))
     products = Products(ours.crowd, dtype)
     trainers = {
         OURS: ours,
         ORIGINAL: OriginalsWay(copy.deepcopy(base), ours.crowd),
         SEPARATE: SeparateRuns(base, ours.crowd),
-        **({BF16: Ours(random_base(size).bfloat16(), agents=agents, fast=fast)} if precision == "fp32" else {}),
+        **({BF16: Ours(random_base(size).bfloat16())} if precision == "fp32" else {}),
     }
     losses: dict[str, list[float]] = {name: [] for name in trainers}
 
@@ -264,7 +255,8 @@ def measure(
         allowed = LOSSES_AGREE_TO["bf16" if name == BF16 else precision]
         assert gap < allowed, f"the losses of {name} differ by up to {gap:.1e}"
     floor = shares(ours.crowd, inputs, products.flops_per_s, [cost.cpu_s for cost in costs[OURS]])
-    return Measured({name: listed[1:] for name, listed in costs.items()}, sorted(floor[1:]), products.told())
+    speed = statistics.median(products.flops_per_s)
+    return Measured({name: listed[1:] for name, listed in costs.items()}, sorted(floor[1:]), speed)
 
 
 def table(measured: Measured, rows: int) -> str:
@@ -274,7 +266,8 @@ def table(measured: Measured, rows: int) -> str:
         median = median_cost(listed)
         times = "1" if name == OURS else median_and_range(cpu_ratios(listed, costs[OURS]))
         lines.append(f"| {rows} | {name} | {median.cpu_s:.3f} | {median.wall_s:.3f} | {times} |")
-    floor = f"| {rows} | the floor, {measured.speeds} | | | {statistics.median(measured.floor):.2f} |"
+    speed, share = measured.flops_per_s / 1e9, statistics.median(measured.floor)
+    floor = f"| {rows} | the floor, at {speed:.0f} GFLOP/s | | | {share:.2f} |"
     return "\n".join([*lines, floor])
 
 
@@ -284,17 +277,8 @@ def main() -> None:
     parser.add_argument("--dataset", type=Path, help="a copy of GSM8K; by default rows of the same lengths are made up")
     parser.add_argument("--size", choices=SIZES, default="15M", help="parameters of the base (default: 15M)")
     parser.add_argument("--rows", type=int, nargs="+", default=[2, 8], help="rows per step (default: 2 8)")
-    parser.add_argument("--agents", type=int, default=K, metavar="K", help=f"LoRA adapters (default: {K})")
     parser.add_argument("--precision", choices=LOSSES_AGREE_TO, default="fp32", help="of all trainers (default: fp32)")
     parser.add_argument("--rounds", type=int, default=5, help="batches measured per number of rows (default: 5)")
-    parser.add_argument(
-        "--kernels",
-        nargs="*",
-        choices=PARTS,
-        default=PARTS,
-        metavar="PART",
-        help=f"what ours computes fast, of {', '.join(PARTS)}; none: plain (default: all)",
-    )
     parser.add_argument("--model", help="a real base instead, with --dataset of questions and answers: `real_step.py`")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -308,12 +292,12 @@ def main() -> None:
             case = Case(folder_of(options.model), str(options.dataset), rows, options.rounds + 1, options.precision)
             print(report(case), flush=True)
         return
-    print(f"{options.size}, K = {options.agents}, rank {RANK}, {options.precision}, one thread;")
+    print(f"{options.size}, K = {K}, rank {RANK}, {options.precision}, one thread;")
     print(f"medians of {options.rounds} batches, ratios of CPU time paired by batch: median (lowest to highest)\n")
     print("| rows | trainer | CPU s | wall s | times ours |\n|---|---|---|---|---|")
     for rows in options.rows:
         inputs = batches(options.dataset, rows, options.rounds + 1)
-        measured = measure(options.size, inputs, options.precision, agents=options.agents, fast=options.kernels)
+        measured = measure(options.size, inputs, options.precision)
         print(table(measured, rows), flush=True)
 
 

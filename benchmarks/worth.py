@@ -1,6 +1,6 @@
 """Is a crowd worth its agent-steps on a real base? Three arms of equal compute, and a rule written before the runs.
 
-    python -m benchmarks.worth --dataset DATA --base BASE --folder F --results benchmarks/worth.jsonl --hours 8
+    python -m benchmarks.worth --dataset DATA --base BASE --folder F --results benchmarks/worth.jsonl
 
 DATA has a split to train on and one to test on, BASE is a folder of Transformers or a GGUF file (`python -m
 tools.real_base` fetches one). A seed draws its training rows and all that is random. Every arm is judged on the same
@@ -18,17 +18,15 @@ base          without agents
 
 Validation rows are neither trained on nor tested on. Arms of one seed come before those of the next, so what is done is
 a fair table. An arm that is done is a line of the results file, with scores of every row and no path: the file can be
-carried to another machine, and the same command resumes there. A started arm is a run folder below F, which resumes.
-With `--hours` no arm is started that would not fit. `--show` renders the file. What was not run is named below.
+carried to another machine, and the same command resumes there. A started arm is a run folder below F, which resumes
+too. `--show` renders the file. What was not run is named below.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -70,13 +68,10 @@ CANDIDATES: Final[Mapping[str, Sequence[tuple[str, ...]]]] = {
 SINGLE, *CROWDS = CANDIDATES
 SEED_OF_CHOICES = 7
 VALIDATION_ROWS = 64
-#: Wall time of an agent-step before any arm was measured, as on one core without bf16.
-GUESSED_S = 4.0
 AT_A_TIME = 8  # rows that are scored at once: a vocabulary of 49,152 takes 0.2 MB a target and agent
 LOOKS = 8  # evaluations of a run that looks for its best step
 #: What is run at once and kept as one line.
 BASE, CHOICES, STEPS, BOTH_CROWDS = "base", "choices", SINGLE, "crowds"
-ARMS: Final = (CHOICES, STEPS, BOTH_CROWDS, BASE)
 
 
 @dataclass(frozen=True)
@@ -210,13 +205,6 @@ class Study:
             if (line.arm, line.rows, line.seed) == (arm, regime.rows, regime.seed):
                 return line if line.settings == settings else None
         return None
-
-    def seconds(self, arm: str, regime: Regime) -> float:
-        """About how long it takes, by what was measured on such a processor."""
-        processor = surroundings()["processor"]
-        known = [x for x in self.lines if x.agent_steps and x.machine["processor"] == processor]
-        each = statistics.median(x.seconds / x.agent_steps for x in known) if known else GUESSED_S
-        return each * agent_steps(arm, regime)
 
     def settings(self, arm: str, regime: Regime) -> dict[str, str] | None:
         """The keys that its run has beside those that all have; None before its rates are chosen."""
@@ -453,11 +441,11 @@ def _told(name: str, nll: Sequence[float]) -> str:
     return f"{name}: {'; '.join(each)}. Taken: {' '.join(dict.fromkeys(CANDIDATES[name][nll.index(min(nll))]))}."
 
 
-def planned(regimes: Sequence[Regime], arms: Sequence[str]) -> list[tuple[str, Regime]]:
+def planned(regimes: Sequence[Regime]) -> list[tuple[str, Regime]]:
     """The arms to run, in order: those that come once, then all of a seed before those of the next."""
     choices = [(CHOICES, choices) for choices in dict.fromkeys(each.choices for each in regimes)]
     every = [(arm, regime) for regime in regimes for arm in (STEPS, BOTH_CROWDS)]
-    return [(arm, regime) for arm, regime in (*choices, *every, (BASE, NOWHERE)) if arm in arms]
+    return [*choices, *every, (BASE, NOWHERE)]
 
 
 def main() -> None:
@@ -469,9 +457,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="the file of results (default: worth.jsonl in the folder)")
     parser.add_argument("--rows", type=int, nargs="+", default=[64], help="training rows (default: 64)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="default: 1 to 5")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="default: all, in their order")
     parser.add_argument("--eval-rows", type=int, default=200, help="test rows (default: 200)")
-    parser.add_argument("--hours", type=float, default=math.inf, help="start nothing that would not be done by then")
     parser.add_argument("--show", action="store_true", help="print what is measured already, and measure nothing")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -480,16 +466,10 @@ def main() -> None:
     base = Path(folder_of(options.base)).resolve()
     study = Study(options.dataset.resolve(), base, folder, file, options.eval_rows)
     regimes = [Regime(rows, seed) for rows in options.rows for seed in options.seeds]
-    until = time.monotonic() + options.hours * 3600
-    for arm, regime in [] if options.show else planned(regimes, options.arms):
-        if study.done(arm, regime):
-            continue
-        where = f"{arm}, {regime.rows} rows, seed {regime.seed}"
-        if time.monotonic() + (takes_s := study.seconds(arm, regime)) > until:
-            print(f"not started: {where}, which takes about {takes_s / 60:.0f} min", flush=True)
-            continue
-        print(f"{where}: about {takes_s / 60:.0f} min", flush=True)
-        study.run(arm, regime)
+    for arm, regime in [] if options.show else planned(regimes):
+        if study.done(arm, regime) is None:
+            print(f"{arm}, {regime.rows} rows, seed {regime.seed}", flush=True)
+            study.run(arm, regime)
     print(page(study, regimes))
 
 
