@@ -18,6 +18,7 @@ import pytest
 
 from ci_llm.core import work
 from ci_llm.core.metrics_file import METRICS_NAME
+from ci_llm.logs import trackers
 from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import LOG_NAME, PACKAGE, RunHandler, RunLog
 from tools.testbed.events import DEADLINE_S
@@ -332,14 +333,36 @@ def test_a_tracker_that_fails_is_named_and_left_out(tmp_path: Path, screen: io.S
     log = make_log(tmp_path, screen)
     log.start_trackers(make_accelerator(), ("tensorboard",))
     assert log._trackers is not None
-    _, tracker = log._trackers._trackers["tensorboard"]
-    tracker.writer.close()
-    tracker.writer = None  # what a writer on a full disk comes to
+    [one] = log._trackers._trackers
+    one.tracker.writer.close()
+    one.tracker.writer = None  # what a writer on a full disk comes to
     log.metrics(1, {"loss": 1.0})
     log.metrics(2, {"loss": 1.0})
     log.close()
     assert screen.getvalue().count("tensorboard failed and is left out") == 1
     assert len(lines(tmp_path)) == 2
+
+
+def test_a_checkpoint_after_the_failure_of_a_tracker_still_has_the_id_of_its_run(
+    tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it the next attempt would begin another run there."""
+
+    class Named(trackers.TrackerKind):
+        def run_id(self, tracker: Any) -> str:
+            return "run 7"
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no network")
+
+    tracker = SimpleNamespace(log=refuse, finish=refuse, store_init_configuration=lambda _values: None)
+    monkeypatch.setattr(trackers, "find_kind", lambda _name: Named())
+    monkeypatch.setattr(trackers, "_start", lambda *_: tracker)
+    log = make_log(tmp_path, screen)
+    log.start_trackers(make_accelerator(), ("tensorboard",))
+    log.metrics(1, {"loss": 1.0})
+    assert "tensorboard failed and is left out" in screen.getvalue()
+    assert log.tracker_state() == {"tensorboard": "run 7"}
 
 
 @pytest.mark.slow
