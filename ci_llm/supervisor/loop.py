@@ -35,10 +35,12 @@ class Target(Protocol):
     Attributes:
         grace_s: seconds from the signal to stop until the kill.
         restarts_from_scratch: a later attempt uses nothing that a failed one left, W&B runs included.
+        stop_signal: the signal that stops the attempt, when the supervisor was told to stop; None for the one it got.
     """
 
     grace_s: float
     restarts_from_scratch: bool
+    stop_signal: str | None
 
     @property
     def rerun_effect(self) -> str:
@@ -55,13 +57,6 @@ class Target(Protocol):
 
         Args:
             evidence: the output of the attempt so far.
-        """
-
-    def stop_signal(self, stop_reason: str) -> str:
-        """Return the signal that stops the attempt, when the supervisor was told to stop.
-
-        Args:
-            stop_reason: how the supervisor was told: "signal:SIGINT", for instance.
         """
 
     def request_save(self) -> str:
@@ -138,6 +133,8 @@ class SupervisorLog(PackageHandler):
 
 
 _FAILURES: Final = frozenset({"refused", "nonfinite", "out_of_memory", "disk_full", "hang", "killed", "crashed"})
+#: What a request to stop does between two attempts.
+_BETWEEN: Final = "launching nothing more"
 _CLEANUP_S: Final = 120.0
 _HURRIED_CLEANUP_S: Final = 10.0  # the machine is wanted back
 _NEXT: Final = {
@@ -177,8 +174,7 @@ class Supervisor:
         self._target, self._policy = target, policy
         self._interrupts, self._wake_fd, self._wandb_cleanup = interrupts, wake_fd, wandb_cleanup
         self._records: list[_Record] = []
-        self._attempt_runs = False
-        interrupts.describe_stop = self._describe_stop
+        interrupts.describe_stop = lambda: _BETWEEN
 
     def run(self) -> int:
         """Supervise to the end.
@@ -228,14 +224,10 @@ class Supervisor:
         evidence = Evidence()
         grace_s = self._target.grace_s
         with Child(command, environment, evidence=evidence, grace_s=grace_s, wake_fd=self._wake_fd) as child:
-            self._attempt_runs = True
+            self._interrupts.describe_stop = lambda: f"ending attempt {number}"
             result = child.run(lambda: self._stop_order(evidence))
-            self._attempt_runs = False
+            self._interrupts.describe_stop = lambda: _BETWEEN
         return result
-
-    def _describe_stop(self) -> str:
-        """The effect of a request to stop at this moment, for the line that announces it."""
-        return f"ending attempt {len(self._records) + 1}" if self._attempt_runs else "launching nothing more"
 
     def _stop_order(self, evidence: Evidence) -> StopOrder | None:
         if self._interrupts.take_save_request():
@@ -243,7 +235,7 @@ class Supervisor:
         order = self._target.stop_order(evidence)
         reason = self._interrupts.stop_reason
         if order is None and reason is not None:
-            return StopOrder(self._target.stop_signal(reason), reason)
+            return StopOrder(self._target.stop_signal or reason.removeprefix("signal:"), reason)
         return order
 
     def _with_stop_request(self, outcome: Outcome) -> Outcome:
@@ -257,8 +249,7 @@ class Supervisor:
     # The log
 
     def _log_end(self, result: AttemptResult, outcome: Outcome) -> None:
-        extra = {} if result.at_line_start else MID_LINE
-        logger.info(_end_of(len(self._records), outcome), extra=extra)
+        logger.info(_end_of(len(self._records), outcome), extra=MID_LINE)
         if result.left_behind:
             logger.info("  had to be killed: %s", ", ".join(result.left_behind))
         if outcome.kind in _FAILURES and result.evidence.last_lines:

@@ -24,7 +24,7 @@ class FakeTask:
     def __init__(self, done: bool = True, **results: str) -> None:
         self.done, self.results, self.asked = done, results, list[str]()
 
-    def __call__(self, module: str, arguments: Sequence[str], *, timeout_s: float) -> tuple[bool, str]:
+    def __call__(self, module: str, arguments: Sequence[str], *, timeout_s: float) -> str:
         assert module == "wandb_cleanup"
         assert float(arguments[0]) <= time.time()
         self.asked += arguments[1:]
@@ -33,7 +33,19 @@ class FakeTask:
             why = self.results.get(path.rpartition("/")[2])
             stays = f"the W&B run of a failed attempt stays: {path} ({why})"
             lines.append(f"ci_llm: {stays if why else f'deleted the W&B run of a failed attempt: {path}'}")
-        return self.done, "\n".join([*lines, "wandb.errors.UsageError: api_key not configured"])
+        return "\n".join([*lines, "wandb.errors.UsageError: api_key not configured"])
+
+
+def told(task: FakeTask, *failed: Evidence, kept: Evidence | None = None, **environ: str) -> list[str]:
+    """The lines of a cleanup after these attempts."""
+    runs = WandbCleanup(environ)
+    for evidence in failed:
+        runs.note(evidence, failed=True)
+    if kept is not None:
+        runs.note(kept, failed=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wandb_cleanup, "run_task", task)
+        return runs.delete_failed(timeout_s=1)
 
 
 def said(*lines: str) -> Evidence:
@@ -48,25 +60,18 @@ def url(run: str) -> str:
 
 
 def test_only_runs_of_failed_attempts_are_deleted() -> None:
-    run_task = FakeTask()
-    runs = WandbCleanup({}, run_task)
-    runs.note(said(url("one"), url("two")), failed=True)
-    runs.note(said(url("three")), failed=False)
-    assert runs.delete_failed(timeout_s=1) == [
+    task = FakeTask()
+    assert told(task, said(url("one"), url("two")), kept=said(url("three"))) == [
         "deleted the W&B run of a failed attempt: team/project/one",
         "deleted the W&B run of a failed attempt: team/project/two",
     ]
-    assert run_task.asked == ["team/project/one", "team/project/two"]
+    assert task.asked == ["team/project/one", "team/project/two"]
 
 
 def test_a_run_that_is_resumed_stays() -> None:
-    run_task = FakeTask()
-    runs = WandbCleanup({}, run_task)
-    runs.note(said("wandb: Resuming run calm-sky-3", url("older")), failed=True)
-    runs.note(said(url("same")), failed=True)
-    runs.note(said("wandb: Resuming run calm-sky-3", url("same")), failed=False)
-    assert runs.delete_failed(timeout_s=1) == []
-    assert run_task.asked == []
+    task, resumed = FakeTask(), "wandb: Resuming run calm-sky-3"
+    assert told(task, said(resumed, url("older")), said(url("same")), kept=said(resumed, url("same"))) == []
+    assert task.asked == []
 
 
 def test_what_the_output_does_not_name_is_in_the_environment() -> None:
@@ -76,23 +81,16 @@ def test_what_the_output_does_not_name_is_in_the_environment() -> None:
         ({"WANDB_PROJECT": "p"}, ["p/abc"]),
         ({}, []),
     ):
-        run_task = FakeTask()
-        runs = WandbCleanup(environ, run_task)
-        runs.note(said(line), failed=True)
-        told = runs.delete_failed(timeout_s=1)
-        assert run_task.asked == asked
-        assert len(told) == 1
-    assert told == ["W&B run abc of a failed attempt stays: no project is known (set WANDB_PROJECT)"]
+        task = FakeTask()
+        [answer] = told(task, said(line), **environ)
+        assert task.asked == asked
+    assert answer == "W&B run abc of a failed attempt stays: no project is known (set WANDB_PROJECT)"
 
 
 def test_a_failure_is_reported_and_not_raised() -> None:
-    runs = WandbCleanup({}, FakeTask(one="CommError: Could not find run"))
-    runs.note(said(url("one")), failed=True)
-    [line] = runs.delete_failed(timeout_s=1)
+    [line] = told(FakeTask(one="CommError: Could not find run"), said(url("one")))
     assert line == "the W&B run of a failed attempt stays: team/project/one (CommError: Could not find run)"
-    runs = WandbCleanup({}, FakeTask(done=False))
-    runs.note(said(url("one")), failed=True)
-    [line] = runs.delete_failed(timeout_s=1)
+    [line] = told(FakeTask(done=False), said(url("one")))
     assert line.endswith("(wandb.errors.UsageError: api_key not configured)")
 
 
@@ -130,6 +128,6 @@ def test_the_real_client_deletes_runs_of_failed_attempts(tmp_path: Path, keep: b
         with Terminal(*words, cwd=tmp_path, env=env) as terminal:
             assert terminal.wait() == 0, terminal.text
     assert server.deleted == ([] if keep else ["team/project/bad1", "team/project/bad2"])
-    told = (tmp_path / "safe_train.log").read_text()
-    assert ("deleted the W&B run of a failed attempt: team/project/bad2" in told) == (not keep)
-    assert ("stays: team/project/older (it is older than this supervision)" in told) == (not keep)
+    log = (tmp_path / "safe_train.log").read_text()
+    assert ("deleted the W&B run of a failed attempt: team/project/bad2" in log) == (not keep)
+    assert ("stays: team/project/older (it is older than this supervision)" in log) == (not keep)
