@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import psutil
 
@@ -93,13 +93,6 @@ class Channel:
                 return  # this much is lost; a full disk may have room for what comes later
 
 
-def _same_file(one: int, other: int) -> bool:
-    try:
-        return os.path.sameopenfile(one, other)
-    except OSError:
-        return False
-
-
 _TURN_S: Final = 0.25  # the longest delay until a new window size or an order is noticed
 _FLUSH_S: Final = 1.0
 _SCARCE_FRACTION: Final = 0.03  # of the machine's memory; with less than that available it is short
@@ -156,7 +149,10 @@ class Child:
         self._note = threading.Lock()
         self._channels = [Channel(1, self._noting(evidence))]
         # If both are one terminal or file, the child gets one channel for both, so that its lines stay in their order.
-        if not _same_file(1, 2):
+        is_one = False
+        with contextlib.suppress(OSError):  # one of them is closed
+            is_one = os.path.sameopenfile(1, 2)
+        if not is_one:
             self._channels.append(Channel(2, self._noting(evidence)))
         self._wake_fd = wake_fd
         self._result = AttemptResult(evidence)
@@ -226,13 +222,11 @@ class Child:
     def _conclude(self, next_order: Callable[[], StopOrder | None]) -> AttemptResult:
         result = self._result
         self._note_end()
+        told: dict[str, Any] = {}
         for line in self._reported.splitlines():
-            fact = cast("dict[str, object]", load_json(line))
-            if "error" in fact:
-                result.error = str(fact["error"])
-            if "returncode" in fact:
-                result.returncode = cast("int | None", fact["returncode"])
-            result.left_behind += cast("list[str]", fact.get("killed", []))
+            told |= cast("dict[str, Any]", load_json(line))
+        result.error, result.returncode = told.get("error"), told.get("returncode")
+        result.left_behind += told.get("killed", [])
         self._shim.wait()
         result.left_behind += process_tree.end(0.0)  # something is left only if the shim itself was killed
         process_tree.reap()

@@ -43,7 +43,10 @@ class Resumption:
     """
 
     def __init__(self, on_retry: str | None, goes_on_from: str | None, environ: Mapping[str, str] = os.environ) -> None:
-        self._words, self._pattern = _split(on_retry or ""), goes_on_from
+        try:
+            self._words, self._pattern = shlex.split(on_retry or ""), goes_on_from
+        except ValueError as error:
+            raise ConfigError(f"the words cannot be told apart: {error}", where=f"--on-retry {on_retry}") from error
         if goes_on_from is None and any(_NEWEST in word for word in self._words):
             raise ConfigError(
                 f"{_NEWEST} stands for nothing",
@@ -74,13 +77,6 @@ class Resumption:
         if not self._words:
             return "the script begins again next time, unless it resumes by itself (--on-retry can tell it to)"
         return f"the same command begins again; with {shown(self._words)} it would resume"
-
-
-def _split(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"the words cannot be told apart: {error}", where=f"--on-retry {text}") from error
 
 
 def _newest_ns(path: Path) -> int:
