@@ -170,10 +170,10 @@ def test_a_bar_of_another_library_has_the_terminal_until_its_line_ends(
 
 def test_a_resize_leaves_nothing_of_the_old_area(terminal: PseudoTerminal, open_log: Callable[..., RunLog]) -> None:
     log = open_log(terminal)
-    log.progress(at(1, 16))
-    terminal.wait_for("two lines of agents", shows(" 0 1.000", "15 1.150"))
+    log.progress(at(1, 8))
+    terminal.wait_for("the range", shows("highest 1.070 agent7"))
     terminal.resize(160)
-    screen = terminal.wait_for("full names", shows("agent15 1.150"))
+    screen = terminal.wait_for("all losses", shows("agent6 1.060  agent7 1.070"))
     assert len([line for line in screen if line.startswith("step")]) == 1
     terminal.resize(40, 5)
     screen = terminal.wait_for("a narrow screen", lambda screen: max(map(len, screen)) < 40)

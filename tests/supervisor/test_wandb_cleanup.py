@@ -12,7 +12,7 @@ import pytest
 from ci_llm.supervisor import wandb_cleanup
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.wandb_cleanup import WandbCleanup
-from tests.supervisor.terminal import Terminal
+from tests.supervisor.terminal import ran
 from tests.supervisor.wandb_server import WandbServer
 
 KEY = "0123456789" * 4
@@ -121,12 +121,11 @@ def test_the_real_client_deletes_runs_of_failed_attempts(tmp_path: Path, keep: b
     fit(tmp_path, ["bad1", "bad2", "older", "good"])
     now = time.time()
     ages = {"bad1": now, "bad2": now, "older": now - 86400, "good": now, "stranger": now}
-    with WandbServer({f"team/project/{run}": created for run, created in ages.items()}) as server:
-        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "WANDB_CONFIG_DIR": str(tmp_path / "wandb")}
-        option = ["--no-delete-wandb-runs"] if keep else []
-        words = [*option, "--lr-key", "lr", "lr=1e-3", "--", sys.executable, "fit.py"]
-        with Terminal(*words, cwd=tmp_path, env=env) as terminal:
-            assert terminal.wait() == 0, terminal.text
+    server = WandbServer({f"team/project/{run}": created for run, created in ages.items()})
+    words = [*["--no-delete-wandb-runs"] * keep, "--lr-key", "lr", "lr=1e-3", "--", sys.executable, "fit.py"]
+    with server.serving() as url:
+        env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_CONFIG_DIR": str(tmp_path / "wandb")}
+        ran(tmp_path, *words, env=env)
     assert server.deleted == ([] if keep else ["team/project/bad1", "team/project/bad2"])
     log = (tmp_path / "safe_train.log").read_text()
     assert ("deleted the W&B run of a failed attempt: team/project/bad2" in log) == (not keep)
