@@ -10,7 +10,7 @@ import logging
 import os
 import select
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Final, Protocol
@@ -145,14 +145,6 @@ _NEXT: Final = {
 }
 
 
-@dataclass
-class _Record:
-    """One attempt, for the decisions after it and for the summary."""
-
-    outcome: Outcome
-    changes: list[str] = field(default_factory=list)
-
-
 class Supervisor:
     """Runs attempts of one target until it is completed, interrupted, or given up.
 
@@ -173,7 +165,8 @@ class Supervisor:
     ) -> None:
         self._target, self._policy = target, policy
         self._interrupts, self._wake_fd, self._wandb_cleanup = interrupts, wake_fd, wandb_cleanup
-        self._records: list[_Record] = []
+        self._outcomes: list[Outcome] = []
+        self._changes: dict[int, list[str]] = {}  # after the attempt of this number, in words
         interrupts.describe_stop = lambda: _BETWEEN
 
     def run(self) -> int:
@@ -201,24 +194,24 @@ class Supervisor:
         """Run one attempt, and prepare and await the next one. A decision with an exit code is the last."""
         result = self._watch_attempt()
         outcome = self._with_stop_request(self._target.classify(result))
-        decision = decide([record.outcome for record in self._records], outcome, self._policy)
-        record = _Record(outcome)
-        self._records.append(record)
+        decision = decide(self._outcomes, outcome, self._policy)
+        self._outcomes.append(outcome)
         self._log_end(result, outcome)
         self._log_decision(decision)
         if self._wandb_cleanup is not None:
             self._wandb_cleanup.note(result.evidence, failed=outcome.kind in _FAILURES)
         if decision.exit_code is not None:
             return decision
-        record.changes = self._target.adjust(decision, len(self._records))
-        _log_all(f"  {line}" for line in record.changes)
+        number = len(self._outcomes)
+        self._changes[number] = self._target.adjust(decision, number)
+        _log_all(f"  {line}" for line in self._changes[number])
         if self._interrupts.wait(decision.wait_s):
             decision = decide([], self._with_stop_request(outcome), self._policy)
             self._log_decision(decision)
         return decision
 
     def _watch_attempt(self) -> AttemptResult:
-        number = len(self._records) + 1
+        number = len(self._outcomes) + 1
         command, environment = self._target.begin_attempt()
         logger.info("attempt %d of %d: %s", number, self._policy.max_retries + 1, shown(command))
         evidence = Evidence()
@@ -249,7 +242,7 @@ class Supervisor:
     # The log
 
     def _log_end(self, result: AttemptResult, outcome: Outcome) -> None:
-        logger.info(_end_of(len(self._records), outcome), extra=MID_LINE)
+        logger.info(_end_of(len(self._outcomes), outcome), extra=MID_LINE)
         if result.left_behind:
             logger.info("  had to be killed: %s", ", ".join(result.left_behind))
         if outcome.kind in _FAILURES and result.evidence.last_lines:
@@ -264,13 +257,13 @@ class Supervisor:
 
     def _summarise(self, decision: Decision) -> None:
         """Log a summary of all attempts, if there were several or the only one failed."""
-        count = len(self._records)
+        count = len(self._outcomes)
         if count == 1 and decision.action != "give up":
             return
         logger.info("failure analysis of %d attempt%s: %s", count, "s" if count > 1 else "", decision.why)
-        for number, record in enumerate(self._records, 1):
-            logger.info("  %s", _end_of(number, record.outcome))
-            _log_all(f"    then {line}" for line in record.changes)
+        for number, outcome in enumerate(self._outcomes, 1):
+            logger.info("  %s", _end_of(number, outcome))
+            _log_all(f"    then {line}" for line in self._changes.get(number, ()))
 
 
 def _log_all(lines: Iterable[str]) -> None:

@@ -296,6 +296,15 @@ def attempt(folder: Path, steps: range, value: float, *, resumed_from: int = 0) 
     log.close()
 
 
+def drawn(folder: Path) -> tuple[Any, list[tuple[int, float]]]:
+    """What TensorBoard has of a run, and (step, value) of its losses."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return events, [(event.step, event.value) for event in events.Scalars("train/loss")]
+
+
 @pytest.fixture
 def seconds_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorBoard orders its files by the second in their names, and attempts in one test share a second."""
@@ -305,14 +314,10 @@ def seconds_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("seconds_apart")
 def test_tensorboard_draws_one_curve_over_attempts(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     attempt(tmp_path, range(10, 60, 10), 1.0)
     attempt(tmp_path, range(40, 80, 10), 2.0, resumed_from=30)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
+    events, points = drawn(tmp_path)
     assert events.Tags()["scalars"] == ["train/loss"]
-    points = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert points == [(10, 1.0), (20, 1.0), (30, 1.0), (40, 2.0), (50, 2.0), (60, 2.0), (70, 2.0)]
     assert len(events.Tensors("config/text_summary")) == 1
     assert all(path.is_file() for path in (tmp_path / "tensorboard").iterdir()), "a second run beside the first"
@@ -320,13 +325,9 @@ def test_tensorboard_draws_one_curve_over_attempts(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("seconds_apart")
 def test_a_fresh_start_drops_the_curve_of_an_attempt_that_saved_nothing(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     attempt(tmp_path, range(10, 60, 10), 1.0)
     attempt(tmp_path, range(10, 30, 10), 2.0)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(10, 2.0), (20, 2.0)]
+    assert drawn(tmp_path)[1] == [(10, 2.0), (20, 2.0)]
 
 
 def test_a_tracker_that_fails_is_named_and_left_out(tmp_path: Path, screen: io.StringIO) -> None:

@@ -30,15 +30,12 @@ from ci_llm.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-PROJECT = "ci-llm"
-
-
 class TrackerKind:
     """One kind of tracker, as a run uses it. The methods here suit any tracker of Accelerate."""
 
     def project(self) -> str:
         """The project that Accelerate starts the tracker with."""
-        return os.environ.get("WANDB_PROJECT", PROJECT)
+        return os.environ.get("WANDB_PROJECT", "ci-llm")
 
     def settings(self, folder: Path, resumed_from: int, run_id: str | None) -> dict[str, Any]:
         """Arguments of the tracker's start.
