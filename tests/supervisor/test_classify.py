@@ -14,15 +14,12 @@ from ci_llm.core.run_status import Status
 from ci_llm.supervisor import child
 from ci_llm.supervisor.child import AttemptResult, _out_of_memory_kills
 from ci_llm.supervisor.classify import classify_by_output, classify_by_status
-from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Kind
+from tests.supervisor.heard import heard
 
 
 def result(*lines: str, **facts: Any) -> AttemptResult:
-    evidence = Evidence()
-    for line in lines:
-        evidence.note(line)
-    return AttemptResult(evidence, **{"returncode": 0, **facts})
+    return AttemptResult(heard(*lines), **{"returncode": 0, **facts})
 
 
 BOOM = ("Traceback (most recent call last):", '  File "fit.py", line 3, in <module>', "    main()", "ValueError: boom")

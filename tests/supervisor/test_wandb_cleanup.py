@@ -12,6 +12,7 @@ import pytest
 from ci_llm.supervisor import wandb_cleanup
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.wandb_cleanup import WandbCleanup
+from tests.supervisor.heard import heard
 from tests.supervisor.terminal import ran
 from tests.supervisor.wandb_server import WandbServer
 
@@ -48,20 +49,13 @@ def told(task: FakeTask, *failed: Evidence, kept: Evidence | None = None, **envi
         return runs.delete_failed(timeout_s=1)
 
 
-def said(*lines: str) -> Evidence:
-    evidence = Evidence()
-    for line in lines:
-        evidence.note(line)
-    return evidence
-
-
 def url(run: str) -> str:
     return f"wandb: 🚀 View run at https://wandb.ai/team/project/runs/{run}"
 
 
 def test_only_runs_of_failed_attempts_are_deleted() -> None:
     task = FakeTask()
-    assert told(task, said(url("one"), url("two")), kept=said(url("three"))) == [
+    assert told(task, heard(url("one"), url("two")), kept=heard(url("three"))) == [
         "deleted the W&B run of a failed attempt: team/project/one",
         "deleted the W&B run of a failed attempt: team/project/two",
     ]
@@ -70,7 +64,7 @@ def test_only_runs_of_failed_attempts_are_deleted() -> None:
 
 def test_a_run_that_is_resumed_stays() -> None:
     task, resumed = FakeTask(), "wandb: Resuming run calm-sky-3"
-    assert told(task, said(resumed, url("older")), said(url("same")), kept=said(resumed, url("same"))) == []
+    assert told(task, heard(resumed, url("older")), heard(url("same")), kept=heard(resumed, url("same"))) == []
     assert task.asked == []
 
 
@@ -82,15 +76,15 @@ def test_what_the_output_does_not_name_is_in_the_environment() -> None:
         ({}, []),
     ):
         task = FakeTask()
-        [answer] = told(task, said(line), **environ)
+        [answer] = told(task, heard(line), **environ)
         assert task.asked == asked
     assert answer == "W&B run abc of a failed attempt stays: no project is known (set WANDB_PROJECT)"
 
 
 def test_a_failure_is_reported_and_not_raised() -> None:
-    [line] = told(FakeTask(one="CommError: Could not find run"), said(url("one")))
+    [line] = told(FakeTask(one="CommError: Could not find run"), heard(url("one")))
     assert line == "the W&B run of a failed attempt stays: team/project/one (CommError: Could not find run)"
-    [line] = told(FakeTask(done=False), said(url("one")))
+    [line] = told(FakeTask(done=False), heard(url("one")))
     assert line.endswith("(wandb.errors.UsageError: api_key not configured)")
 
 
