@@ -8,19 +8,20 @@ from rich.console import Console
 from ci_llm.core.work import Work
 from ci_llm.logs.progress import Position, Speed
 from ci_llm.logs.terminal import View
+from tests.support.clock import Clock
 
 
 def drawn(width: int, num_agents: int, *works: Work) -> list[str]:
     """The lines of a run at step 1204 of 4000."""
-    now = [0.0]
-    speed = Speed(lambda: now[0])
+    clock = Clock()
+    speed = Speed(clock)
     view = View(speed)
     for step in range(1200, 1205):
         losses = [1.0 + k / 100 for k in range(num_agents)]
         position = Position(step, 4000, losses, tokens=3000 * step, epoch=1.2, learning_rate=9.4e-4)
         speed.mark(position)
         view.take_position(position)
-        now[0] += 0.5
+        clock.now += 0.5
     for work in works:
         view.take_work(work)
     console = Console(width=width, force_terminal=True, highlight=False, color_system=None)

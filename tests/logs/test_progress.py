@@ -12,7 +12,7 @@ import pytest
 from ci_llm.core import work
 from ci_llm.logs.progress import Position, Speed
 from ci_llm.logs.run_log import LOG_NAME, RunLog
-from tests.logs.test_run_log import Clock
+from tests.support.clock import Clock
 
 
 @pytest.fixture

@@ -38,16 +38,6 @@ def package_logger() -> Iterator[None]:
     assert (PACKAGE.level, PACKAGE.propagate) == (logging.NOTSET, True)
 
 
-class Clock:
-    """A clock that moves only when the test sets it."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def screen() -> io.StringIO:
     return io.StringIO()
