@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import Final
+from typing import Final, NamedTuple
 
 import psutil
 
@@ -29,7 +29,6 @@ from ci_llm.errors import LaunchError
 KILL_DELAY_S: Final = 30.0
 #: The exit code after a stop, where the agent of torchrun must not take it for the end of the job.
 AGAIN_EXIT_CODE: Final = 75
-_NO_NAME: Final = ("", "none")  # the run id of torchrun without --rdzv-id
 
 
 def has_rounds(environ: Mapping[str, str] = os.environ) -> bool:
@@ -59,7 +58,7 @@ def job_and_round(environ: Mapping[str, str] = os.environ) -> tuple[str | None, 
     In a new round process 0 meets the others at a new port, unless the agents share their store.
     """
     job = environ.get("TORCHELASTIC_RUN_ID", "")
-    if job in _NO_NAME:
+    if job in ("", "none"):  # torchrun without --rdzv-id
         return None, None
     return job, f"{environ.get('MASTER_ADDR', '')}:{environ.get('MASTER_PORT', '')}"
 
@@ -68,28 +67,13 @@ def names_of_round(environ: Mapping[str, str] = os.environ) -> str:
     """The prefix of names in the store at which processes meet; empty where each round has a store of its own.
 
     An agent that is alone keeps one store for all its rounds, and in it the addresses of those that have died. It
-    counts the rounds. The counts of several agents differ, so those must not share a store: see `elastic_notes`.
+    counts the rounds. The counts of several agents differ, so those must not share a store: see `launch_notes`.
     """
     alone = environ.get("GROUP_WORLD_SIZE") == "1" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return f"round {environ.get('TORCHELASTIC_RESTART_COUNT', '0')} " if alone else ""
 
 
-def elastic_notes(environ: Mapping[str, str], machines: str) -> list[str]:
-    """Lines for people about agents that do not let a machine join.
-
-    Args:
-        machines: the number of them, as torchrun was told: "4", "1:4".
-    """
-    if ":" not in machines or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return []
-    return [
-        "a machine that joins later would not be let in, because the agents of torchrun share their store:"
-        " export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before each torchrun"
-    ]
-
-
-@dataclass(frozen=True)
-class _Variables:
+class _Variables(NamedTuple):
     """The names of the variables in which one launcher gives the place of a process."""
 
     launcher: str
@@ -131,8 +115,9 @@ _HIDDEN: Final = {
 }
 _STEPS: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 _ACCELERATE_LAUNCH: Final = frozenset({"launch", "accelerate-launch", "accelerate.commands.launch"})
-_MPIRUNS: Final = frozenset({"mpirun", "mpiexec", "orterun", "prterun"})
-_TORCHRUNS: Final = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
+_OTHER_LAUNCHERS: Final = frozenset(
+    ["torchrun", "torch.distributed.run", "torch.distributed.launch", "mpirun", "mpiexec", "orterun", "prterun"]
+)
 _FIRST_PORT: Final = 15000  # below the ports that Linux gives to outgoing connections (32768 on)
 _NUM_PORTS: Final = 16000
 #: Set in processes that `starter` has started: its folder, and the command line of the launcher that it stands in for.
@@ -216,7 +201,7 @@ def read_launch(
         launcher=launcher,
         requested_processes=_requested_processes(environ, parent) if by_accelerate else None,
         kill_delay_s=_kill_delay_s(launcher, environ),
-        launcher_command=_command_if_launcher(launcher, parent),
+        launcher_command=tuple(parent) if _is_launcher(parent) else (),
         arguments=tuple(arguments),
     )
     if names is None or num_processes == 1:
@@ -236,12 +221,14 @@ def _placed(launch: Launch, names: _Variables, num_processes: int, environ: Mapp
     # A launcher that does not set the local index starts all processes on one machine.
     local_index = _integer(environ, names.local_index, process_index)
     num_local = _local_processes(environ, num_processes)
+    this_machine = "127.0.0.1" if num_local == num_processes else None
     place = {
         "RANK": process_index,
         "WORLD_SIZE": num_processes,
         "LOCAL_RANK": local_index,
         "LOCAL_WORLD_SIZE": num_local,
-        **_rendezvous(environ, alone_on_machine=num_local == num_processes),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or this_machine or _first_host(environ),
+        "MASTER_PORT": environ.get("MASTER_PORT") or _port_of_step(environ),
     }
     return replace(
         launch,
@@ -351,7 +338,13 @@ def launch_notes(launch: Launch, environ: Mapping[str, str], *, num_gpus: int) -
         lines.append(f"{shared}: more of them than cores make a run slower and take more memory")
     elif not num_gpus and (is_idle or (threads.isdecimal() and int(threads) > share)):
         lines.append(f"OMP_NUM_THREADS={threads} per process: `export OMP_NUM_THREADS={share}` uses each core once")
-    return [*lines, *step_notes(environ), *elastic_notes(environ, option(launch.launcher_command, "nnodes"))]
+    is_elastic = ":" in option(launch.launcher_command, "nnodes")  # 1:4, and not 4
+    if is_elastic and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        lines.append(
+            "a machine that joins later would not be let in, because the agents of torchrun share their store:"
+            " export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before each torchrun"
+        )
+    return [*lines, *step_notes(environ)]
 
 
 def step_notes(environ: Mapping[str, str]) -> list[str]:
@@ -367,7 +360,7 @@ def step_notes(environ: Mapping[str, str]) -> list[str]:
 
 def who_is_missing(launch: Launch, missing: Sequence[int], environ: Mapping[str, str] = os.environ) -> str:
     """Which processes have not come, which variables say that there are more than this one, and what to do."""
-    names = [name for one in _LAUNCHERS if one.launcher == launch.launcher for name in [*vars(one).values()][1:]]
+    names = [name for one in _LAUNCHERS if one.launcher == launch.launcher for name in one[1:]]
     said = {name: f"{name}={environ[name]}" for name in names if name in environ}
     who = f"process{'' if len(missing) == 1 else 'es'} {', '.join(map(str, missing))} of {launch.num_processes}"
     where = ":".join(launch.variables.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
@@ -454,15 +447,8 @@ def accelerate_option(command: Sequence[str], name: str, environ: Mapping[str, s
     return found[1] if found else ""
 
 
-def _command_if_launcher(launcher: str, command: Sequence[str]) -> tuple[str, ...]:
-    """The command, if it is one of that launcher; empty if the parent is another program."""
-    names = {PurePath(word).name for word in command}
-    is_launcher = {
-        "accelerate": _is_accelerate(command),
-        "torchrun": bool(names & _TORCHRUNS) or _is_accelerate(command),
-        "mpirun": bool(names & _MPIRUNS),
-    }
-    return tuple(command) if is_launcher.get(launcher) else ()
+def _is_launcher(command: Sequence[str]) -> bool:
+    return _is_accelerate(command) or not _OTHER_LAUNCHERS.isdisjoint(PurePath(word).name for word in command)
 
 
 def _is_accelerate(command: Sequence[str]) -> bool:
@@ -487,27 +473,14 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
 
 def _local_processes(environ: Mapping[str, str], num_processes: int) -> int:
     """The number of processes on this machine; all processes if the launcher does not tell it."""
-    names = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-    for name in names:
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
         if name in environ:
             return _integer(environ, name)
-    if "SLURM_STEP_TASKS_PER_NODE" in environ:
-        counts = _tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
+    if tasks := environ.get("SLURM_STEP_TASKS_PER_NODE"):  # "2(x3),1" is [2, 2, 2, 1]
+        parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+        counts = [int(count) for count, times in parts for _ in range(int(times or 1))]
         return counts[_integer(environ, "SLURM_NODEID", 0)]
     return num_processes
-
-
-def _tasks_per_node(text: str) -> list[int]:
-    """SLURM's "2(x3),1" -> [2, 2, 2, 1]."""
-    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, times in parts for _ in range(int(times or 1))]
-
-
-def _rendezvous(environ: Mapping[str, str], *, alone_on_machine: bool) -> dict[str, str]:
-    """Address and port of the main process: as set, else this machine, or the first host of the SLURM step."""
-    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if alone_on_machine else _first_host(environ))
-    port = environ.get("MASTER_PORT") or str(_port_of_step(environ))
-    return {"MASTER_ADDR": address, "MASTER_PORT": port}
 
 
 def _first_host(environ: Mapping[str, str]) -> str:

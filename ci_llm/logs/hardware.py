@@ -11,8 +11,8 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,8 +40,8 @@ def monitored(folder: Path, still_held: Callable[[], bool], *, interval_s: float
         interval_s: seconds between samples.
     """
     over = threading.Event()
-    monitor = _Monitor(folder / FILE_NAME, interval_s, still_held)
-    thread = threading.Thread(target=monitor.run, args=(over,), name="ci_llm hardware", daemon=True)
+    arguments = folder / FILE_NAME, interval_s, still_held, over
+    thread = threading.Thread(target=_monitor, args=arguments, name="ci_llm hardware", daemon=True)
     thread.start()
     try:
         yield
@@ -50,40 +50,33 @@ def monitored(folder: Path, still_held: Callable[[], bool], *, interval_s: float
         thread.join()
 
 
-class _Monitor:
-    def __init__(self, path: Path, interval_s: float, still_held: Callable[[], bool]) -> None:
-        self._path, self._interval_s, self._still_held = path, interval_s, still_held
-        self._samples: deque[Mapping[str, object]] = deque(maxlen=SAMPLES_KEPT)
-        self._peaks: dict[str, float] = {}
+def _monitor(path: Path, interval_s: float, still_held: Callable[[], bool], over: threading.Event) -> None:
+    """Sample until `over` is set."""
+    samples, peaks = deque[Mapping[str, object]](maxlen=SAMPLES_KEPT), dict[str, float]()
+    content = {"hostname": socket.gethostname(), "interval_s": interval_s, "peaks": peaks}
+    failing = is_over = False
+    with gpus() as handles:
+        while not is_over:
+            # The first sample at once, and the last one at the end: even a short run has both.
+            is_over = over.wait(interval_s if samples else 0)
+            found, host = [_read_gpu(index, handle) for index, handle in handles.items()], read_host()
+            samples.append({"time": round(time.time(), 3), "gpus": found, "host": host})
+            for owner, values in {**{f"gpu{gpu['index']}": gpu for gpu in found}, "host": host}.items():
+                _note_peaks(peaks, owner, values)
+            try:
+                if still_held():
+                    write_json(path, content | {"samples": list(samples)})
+                failing = False
+            except OSError as error:
+                if not failing:
+                    logger.warning(f"{FILE_NAME} cannot be written, the run continues: {error}")
+                failing = True
 
-    def run(self, over: threading.Event) -> None:
-        """Sample until `over` is set."""
-        failing = is_over = False
-        with gpus() as handles:
-            while not is_over:
-                # The first sample at once, and the last one at the end: even a short run has both.
-                is_over = over.wait(self._interval_s if self._samples else 0)
-                self._take([_read_gpu(index, handle) for index, handle in handles.items()], read_host())
-                try:
-                    self._write()
-                    failing = False
-                except OSError as error:
-                    if not failing:
-                        logger.warning(f"{FILE_NAME} cannot be written, the run continues: {error}")
-                    failing = True
 
-    def _take(self, gpus: Sequence[Reading], host: Reading) -> None:
-        self._samples.append({"time": round(time.time(), 3), "gpus": gpus, "host": host})
-        named = {f"gpu{gpu['index']}": gpu for gpu in gpus} | {"host": host}
-        for owner, values in named.items():
-            for key, value in values.items():
-                if isinstance(value, int | float) and key != "index" and not key.endswith("total_bytes"):
-                    self._peaks[f"{owner}/{key}"] = max(value, self._peaks.get(f"{owner}/{key}", value))
-
-    def _write(self) -> None:
-        if self._still_held():
-            content = {"hostname": socket.gethostname(), "interval_s": self._interval_s, "peaks": self._peaks}
-            write_json(self._path, content | {"samples": list(self._samples)})
+def _note_peaks(peaks: dict[str, float], owner: str, values: Reading) -> None:
+    for key, value in values.items():
+        if isinstance(value, int | float) and key != "index" and not key.endswith("total_bytes"):
+            peaks[f"{owner}/{key}"] = max(value, peaks.get(f"{owner}/{key}", value))
 
 
 def read_host() -> Reading:
@@ -99,15 +92,11 @@ def read_host() -> Reading:
 
 
 def _process_bytes() -> int:
-    process = psutil.Process()
-    return sum(_resident_bytes(each) for each in [process, *process.children(recursive=True)])
-
-
-def _resident_bytes(process: psutil.Process) -> int:
-    try:
-        return int(process.memory_info().rss)
-    except psutil.Error:  # the process has ended since it was listed
-        return 0
+    process, total = psutil.Process(), 0
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.Error):  # it has ended since it was listed
+            total += each.memory_info().rss
+    return total
 
 
 @contextmanager

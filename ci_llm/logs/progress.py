@@ -43,7 +43,7 @@ class Position:
 
 
 class Speed:
-    """Steps and tokens per second of training over the last minute, and the time left, evaluations included.
+    """Steps and tokens per second of training over the last minute, and the time left.
 
     Args:
         clock: seconds, monotonic.
@@ -55,12 +55,10 @@ class Speed:
         self._last: tuple[int, float] = (0, 0.0)
         self._marks: deque[tuple[float, int, int]] = deque()  # seconds of training, step, tokens
         self._rested_s, self._rests_since = 0.0, 0.0
-        self._pause_s, self._evaluation_s = 0.0, 0.0  # since the last step; of the last pause between two steps
 
     def mark(self, position: Position) -> None:
         """Take the position after a step."""
         now = self._clock()
-        self._pause_s, self._evaluation_s = 0.0, self._pause_s or self._evaluation_s
         self._first = self._first or (position.step, now)
         self._last = position.step, now
         self._marks.append((now - self._rested_s, position.step, position.tokens))
@@ -73,9 +71,7 @@ class Speed:
 
     def resume(self) -> None:
         """End the pause."""
-        pause_s = self._clock() - self._rests_since
-        self._rested_s += pause_s
-        self._pause_s += pause_s if self._first else 0.0  # before the first position, rows were read
+        self._rested_s += self._clock() - self._rests_since
 
     def rates(self) -> tuple[float, float] | None:
         """Steps and tokens per second; None before two steps."""
@@ -89,18 +85,10 @@ class Speed:
         return countdown(self._clock() - self._first[1] if self._first else 0)
 
     def left(self, total: int) -> timedelta | None:
-        """The time until the end: of the steps at the pace so far, and of a last evaluation like the one before.
-
-        None before two steps; after the last step also when no evaluation was seen, or the last one takes longer.
-        """
-        if self._first is None or self._last[0] <= self._first[0]:
+        """The time until the last step, at the pace so far with its pauses; None without a pace, or after it."""
+        if self._first is None:
             return None
-        steps = self._last[0] - self._first[0]
-        trained = left_of(total - self._last[0], steps, self._last[1] - self._first[1])
-        if trained is not None:
-            return trained + countdown(self._evaluation_s)
-        left = countdown(self._evaluation_s - (self._clock() - self._last[1]))
-        return left if left > timedelta() else None
+        return left_of(total - self._last[0], self._last[0] - self._first[0], self._last[1] - self._first[1])
 
 
 class ProgressLines:

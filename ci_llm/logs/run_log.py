@@ -163,9 +163,9 @@ class RunLog:
         with self._lock:
             self._attempt = attempt
             self._file.still_held = self.metrics_file.still_held = still_held
-            self._origin = {"attempt": attempt, **_slurm_restarts()}
-            restarts = self._origin.get("slurm_restarts")
-            requeued = f", SLURM restart {restarts}" if restarts else ""
+            job = read_job()
+            self._origin = {"attempt": attempt} | ({"slurm_restarts": job.restarts} if job else {})
+            requeued = f", SLURM restart {job.restarts}" if job and job.restarts else ""
             head = f"attempt {attempt} on {socket.gethostname()}, process {os.getpid()}{requeued}"
             for line in [head, *self._pending]:
                 self._write_line(line)
@@ -183,8 +183,7 @@ class RunLog:
             return
         with self._lock:
             self.metrics_file.write(step, {**values, **self._origin})
-            if self._trackers is not None:
-                self._trackers.log(step, values)
+            self.track(step, values)
 
     def track(self, step: int, values: Mapping[str, object]) -> None:
         """Send the numbers among `values` to the trackers only, for what the run's folder holds in another file."""
@@ -338,9 +337,3 @@ class RunHandler(PackageHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._take("" if record.levelno == logging.INFO else record.levelname, self.format(record))
-
-
-def _slurm_restarts() -> dict[str, int]:
-    """The number of times that SLURM has requeued this job, for every record of metrics; empty outside of SLURM."""
-    job = read_job()
-    return {} if job is None else {"slurm_restarts": job.restarts}

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, Protocol, TextIO
+from typing import Any, Final, TextIO, TypeAlias
 
 from rich.console import Console, Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -48,14 +48,6 @@ _MARK: Final = re.compile(r"^(debug|warning|error|critical):")
 _MARK_STYLES: Final = {"debug": "dim", "warning": "bold yellow"}
 
 Draw = Callable[[int], RenderableType]
-
-
-class Area(Protocol):
-    """A place for a live area, with lines of text above it."""
-
-    def draw(self, draw: Draw) -> str: ...
-    def above(self, text: str) -> str: ...
-    def erased(self) -> str: ...
 
 
 class ScreenArea:
@@ -143,6 +135,10 @@ class NotebookArea:
         return ""
 
 
+#: A place for a live area, with lines of text above it.
+Area: TypeAlias = ScreenArea | NotebookArea
+
+
 def area_for(file: TextIO) -> Area | None:
     """The area of a notebook or of a terminal; None for a file, a pipe, or a terminal that takes lines only."""
     shell = _notebook()
@@ -186,7 +182,6 @@ def _styled(text: str) -> Text:
 
 
 SMOOTHED_STEPS: Final = 10  # a loss is shown as the mean of so many steps, else it could not be read
-MOST_LOSS_LINES: Final = 2
 GAP: Final = Text("  ")
 
 
@@ -243,7 +238,7 @@ class View:
         lines = [_fitting(_figures(position, self._speed), width)]
         names, losses = self._losses
         if losses:
-            lines += losses_in(means(losses), width, names)
+            lines.append(losses_in(means(losses), width, names))
         return Group(bars, *lines)
 
 
@@ -274,20 +269,15 @@ def _figures(position: Position, speed: Speed) -> list[Text]:
     return [*map(Text, parts), Text(f"{speed.elapsed()} so far")]
 
 
-def losses_in(losses: Sequence[float], width: int, names: Sequence[str]) -> list[Text]:
-    """The mean over the agents and the loss of each, in columns; of more agents than fit, mean and range."""
+def losses_in(losses: Sequence[float], width: int, names: Sequence[str]) -> Text:
+    """The mean over the agents and the loss of each; of more agents than fit into a line, mean and range."""
     mean = Text().append(f"loss {_loss(mean_of(losses))}", style="bold")
-    in_full, short = _cells(names, losses), _cells([name.removeprefix("agent") for name in names], losses)
-    if _fits(line := GAP.join([mean, *in_full]), width):
-        return [line]
-    for cells in (in_full, short):
-        per_line = (width + len(GAP)) // (max(map(len, cells)) + len(GAP))
-        count = -(-len(cells) // per_line) if per_line > 0 else MOST_LOSS_LINES + 1
-        if count <= MOST_LOSS_LINES:
-            per_line = -(-len(cells) // count)
-            rows = [GAP.join(cells[start : start + per_line]) for start in range(0, len(cells), per_line)]
-            return [_fitting([mean, *_range(losses, names)], width), *rows]
-    return [_fitting([mean, *_range(losses, names)], width)]
+    each = [
+        Text().append(f"{name} ", style="dim").append(_loss(loss), style="" if finite([loss]) else "bold red")
+        for name, loss in zip(names, losses, strict=True)
+    ]
+    line = GAP.join([mean, *each])
+    return line if line.cell_len <= width else _fitting([mean, *_range(losses, names)], width)
 
 
 def _range(losses: Sequence[float], names: Sequence[str]) -> list[Text]:
@@ -304,22 +294,10 @@ def _fitting(parts: Sequence[Text], width: int) -> Text:
     """A line of as many parts as fit, the first one in any case."""
     line = parts[0]
     for part in parts[1:]:
-        if _fits(longer := GAP.join([line, part]), width):
+        longer = GAP.join([line, part])
+        if longer.cell_len <= width:
             line = longer
     return line
-
-
-def _fits(line: Text, width: int) -> bool:
-    return line.cell_len <= width
-
-
-def _cells(names: Sequence[str], losses: Sequence[float]) -> list[Text]:
-    """`agent0 1.234` for each agent, all of one width."""
-    widest = max(map(len, names))
-    return [
-        Text().append(f"{name:>{widest}} ", style="dim").append(_loss(loss), style="" if finite([loss]) else "bold red")
-        for name, loss in zip(names, losses, strict=True)
-    ]
 
 
 def _loss(loss: float) -> str:

@@ -17,7 +17,6 @@ from ci_llm.report.scores import LEADING, TOGETHER, Gain, Leaderboard, Score, co
 LETTERS: Final = ascii_uppercase
 #: Keys that say only where a run lies.
 _PLACES: Final = frozenset(with_trait("place"))
-_UNPAIRED: Final = "not both have predictions of what was evaluated"
 
 
 def as_json(runs: Sequence[RunFacts]) -> object:
@@ -77,7 +76,8 @@ def as_text(runs: Sequence[RunFacts]) -> Iterator[str]:
     rows = [("configuration", *named), *((key, *map(dump_value, values)) for key, values in differing.items())]
     tables = [{score.who: score for score in scores(run.evaluation)} if run.evaluation else {} for run in runs]
     if any(tables):
-        names = sorted(dict.fromkeys(name for table in tables for name in table), key=_place)
+        known = dict.fromkeys(name for table in tables for name in table)
+        names = sorted(known, key=lambda name: (name not in LEADING, name in TOGETHER))  # of all agents: below them
         titles = dict.fromkeys(f"{run.words.right} ({run.words.loss})" for run in runs)
         rows.append((" or ".join(titles), *[""] * len(runs)))
         rows += [(name, *(_shown(table.get(name)) for table in tables)) for name in names]
@@ -120,11 +120,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _place(name: str) -> tuple[bool, bool]:
-    """The sort key of a score's name: what is about all agents stands below them."""
-    return name not in LEADING, name in TOGETHER
-
-
 def _differences(runs: Sequence[RunFacts]) -> Iterator[tuple[int, Gain | None, str | None]]:
     """(number of the run, its crowd minus the first crowd, why they are not compared) for every run but the first."""
     first = runs[0]
@@ -146,7 +141,7 @@ def _as_text(gain: Gain, words: Measures) -> str:
     if gain.interval95 is None:
         why = "too few rows for an interval" if gain.rows < LEAST_ROWS else f"the same in each of {gain.rows} rows"
         return f"{gain} {right} ({why})"
-    why = f": {_UNPAIRED}" if gain.measure == "exact_match" else ""
+    why = ": not both have predictions of what was evaluated" if gain.measure == "exact_match" else ""
     how = f"paired over {gain.rows} rows" if gain.paired else f"unpaired, {gain.rows} rows{why}"
     verdict = "a difference" if abs(gain.value) > gain.interval95 else "no difference shown"
     return f"{gain} {right} (95 %, {how}): {verdict}"

@@ -292,7 +292,7 @@ class RunFacts:
         self.attempts = read_attempts(self.folder, self.status, metrics.lines)
         self.config, self.size = _newest_config(self.folder)
         self.predictions = tuple(_read_predictions(self.folder / PREDICTIONS))
-        self.asked = _read_asked(self.folder / _ASKED)
+        self.asked = parsed(self.folder / _ASKED, _read_asked, f"{_ASKED} cannot be read")
         try:
             self.because = read_recovery(self.folder).because
         except CheckpointError as error:
@@ -393,10 +393,7 @@ def _newest_config(folder: Path) -> tuple[Config | None, dict[str, int]]:
 
 
 def _read_asked(path: Path) -> Mapping[str, Any]:
-    try:
-        return parsed(path, read_object, f"{path.name} cannot be read")
-    except FileNotFoundError:
-        return {}
+    return read_object(path) if path.exists() else {}
 
 
 def _read_predictions(path: Path) -> Iterator[Mapping[str, Any]]:

@@ -98,9 +98,7 @@ def _template() -> Template:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {
-        each.__name__: each for each in (duration, clock, share, cut, number, count, size, shlex.quote)
-    }
+    environment.filters |= {each.__name__: each for each in (duration, clock, cut, number, count, size, shlex.quote)}
     environment.globals["paper"] = {"size": (WIDTH, HEIGHT), "frame": (LEFT, RIGHT, TOP, BOTTOM)}
     return environment.get_template("page.html.j2")
 
@@ -121,10 +119,6 @@ def curves_command(folder: Path) -> str:
 def clock(seconds: float) -> str:
     """Local time of unix seconds."""
     return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
-
-
-def share(value: float) -> str:
-    return f"{value:.0%}"
 
 
 def number(value: float | None) -> str:
@@ -213,9 +207,7 @@ def lay_out(title: str, curves: Mapping[str, Points], unit: str = "", *, dotted:
     )
 
 
-def plots_of(
-    metrics: Metrics, resumed: Sequence[int] = (), names: Mapping[str, str] | None = None, words: Measures | None = None
-) -> list[Plot]:
+def plots_of(metrics: Metrics, resumed: Sequence[int], names: Mapping[str, str], words: Measures) -> list[Plot]:
     """Every curve that the run has left, agents beside the crowd.
 
     Args:
@@ -223,7 +215,7 @@ def plots_of(
         names: the names that people gave the agents, by the names in the metrics.
         words: the words of the objective.
     """
-    names, words, plots = names or {}, words or Measures(), []
+    plots = []
     named = [(METRICS[name].told, f"eval/{{}}/{name}", {"crowd": f"eval/crowd/{name}"}, "") for name in words.metrics]
     for title, agent_key, together, unit in (*_CURVES[:3], *named, *_CURVES[3:]):
         title, unit = (each.format(**vars(words)) for each in (title, unit))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from ci_llm.core.durable import read_json
 from ci_llm.core.evaluation_file import Evaluation, Figure
@@ -25,7 +25,6 @@ from ci_llm.core.metrics_file import Record
 from ci_llm.core.run_folder import SEGMENTS, SWEEP, parsed
 
 Row = Mapping[str, Any]
-R = TypeVar("R", bound=Row)
 
 #: The lines above those of the agents.
 BASE, BEST = LEADING = ("base", "best agent")
@@ -315,7 +314,7 @@ def _crowd(figure: Figure) -> float:
     return math.nan if figure.crowd is None else figure.crowd
 
 
-def failed_rows(rows: Iterable[R]) -> list[R]:
+def failed_rows(rows: Iterable[Row]) -> list[Row]:
     """The rows that the crowd answered wrong, beginning with those of which it was most sure.
 
     They are sorted by the log-probability of the text, as the confidence of a long text is 0; a row without signals by
@@ -362,13 +361,12 @@ def read_trials(folder: Path) -> Leaderboard | None:
     Raises:
         BadInput: sweep.json was not written by this program.
     """
-    try:
-        return parsed(folder / SWEEP, _leaderboard, "this is not the record of a sweep")
-    except FileNotFoundError:
+    return parsed(folder / SWEEP, _leaderboard, "this is not the record of a sweep")
+
+
+def _leaderboard(path: Path) -> Leaderboard | None:
+    if not path.exists():
         return None
-
-
-def _leaderboard(path: Path) -> Leaderboard:
     record: Any = read_json(path)
     metric, steps = record["plan"]["metric"], record["plan"]["steps"]
     trials = [trial for trial in record["trials"] if trial["scores"]]

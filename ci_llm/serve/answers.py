@@ -64,7 +64,7 @@ class Answer:
         except ApiProblem as problem:
             yield _event({"error": problem.error})
             return
-        if body.include_usage:
+        if body.stream_options.include_usage:
             yield _event(self._head("chat.completion.chunk") | {"choices": [], "usage": self.usage})
         yield DONE
 
@@ -107,7 +107,7 @@ class Answer:
     def _chunk(self, choice: Choice, delta: dict[str, str], lines: Sequence[TokenLine] = ()) -> str:
         said = {"delta": delta} if self._call.is_chat else {"text": delta.get("content", "")}
         found = self._head("chat.completion.chunk") | {"choices": [self._choice(choice, said, lines)]}
-        return _event(found | ({"usage": None} if self._call.body.include_usage else {}))
+        return _event(found | ({"usage": None} if self._call.body.stream_options.include_usage else {}))
 
     def _choice(self, choice: Choice, said: Mapping[str, object], lines: Sequence[TokenLine]) -> dict[str, Any]:
         """The fields of a choice; once it has ended, also the reason and the field `ci_llm`."""
@@ -124,7 +124,7 @@ class Answer:
     def _head(self, chat_kind: str) -> dict[str, Any]:
         call = self._call
         kind = chat_kind if call.is_chat else "text_completion"
-        return {"id": call.id, "object": kind, "created": call.created, "model": call.model}
+        return {"id": call.id, "object": kind, "created": call.created, "model": call.body.model}
 
     def _logprobs(self, lines: Sequence[TokenLine]) -> dict[str, Any] | None:
         if self._call.body.top is None or not lines:

@@ -97,12 +97,13 @@ class Service:
     """The paths of one server.
 
     Attributes:
+        served: the models, and the limits of requests.
         options: the options of the server.
         app: the ASGI application.
     """
 
     def __init__(self, served: Served, writer: Writer, metrics: Metrics, options: Options) -> None:
-        self._served, self._writer, self._metrics, self.options = served, writer, metrics, options
+        self.served, self._writer, self._metrics, self.options = served, writer, metrics, options
         self._born = int(time.time())
         # One thread, because the event loop has to stay free, and rendering a chat template has a state.
         self._reader = ThreadPoolExecutor(1, "ci_llm reader")
@@ -120,11 +121,6 @@ class Service:
             exception_handlers={HTTPException: _no_such, Exception: _broken},
             lifespan=self._lifespan,
         )
-
-    @property
-    def models(self) -> str:
-        """The names of the models, for people."""
-        return ", ".join(self._served.models)
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -181,18 +177,18 @@ class Service:
                 raise ApiProblem(401, "Incorrect API key provided" if given else absent, code="invalid_api_key")
 
     async def _answer(self, kind: type[AnyBody], request: Request) -> Response:
+        served, loop = self.served, asyncio.get_running_loop()
         given = await _json(request)
-        self._served.require_few(given)
+        served.require_few(given)
         body = checked(kind, given)
-        served, loop = self._served, asyncio.get_running_loop()
         asked = prompts_of(body, served)
         prompts = [await loop.run_in_executor(self._reader, ids_of, prompt, served) for prompt in asked]
-        call = call_of(body, prompts, self._served)
+        call = call_of(body, prompts, served)
         groups = jobs_of(call)
         jobs = [*dict.fromkeys(job for group in groups for job in group)]
-        answer = Answer(call, groups, self._served)
+        answer = Answer(call, groups, served)
         self._writer.submit(jobs)
-        request.state.answer, request.state.word = answer, call.model
+        request.state.answer, request.state.word = answer, call.body.model
         if body.stream:
 
             def end() -> None:
@@ -212,12 +208,12 @@ class Service:
             gone.cancel()
 
     async def _models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._entry(name) for name in self._served.models]})
+        return JSONResponse({"object": "list", "data": [self._entry(name) for name in self.served.models]})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self._served.models:
-            raise unknown_model(name, self._served)
+        if name not in self.served.models:
+            raise unknown_model(name, self.served)
         return JSONResponse(self._entry(name))
 
     def _entry(self, name: str) -> dict[str, Any]:
@@ -226,9 +222,9 @@ class Service:
             "object": "model",
             "created": self._born,
             "owned_by": "ci-llm",
-            "max_model_len": self._served.context,
-            "agents": len(self._served.names) if self._served.models[name] is None else 1,
-            "remembers": self._served.prompter.tells_turns_apart,
+            "max_model_len": self.served.context,
+            "agents": len(self.served.names) if self.served.models[name] is None else 1,
+            "remembers": self.served.prompter.tells_turns_apart,
         }
 
     async def _health(self, _: Request) -> Response:
@@ -282,12 +278,8 @@ def _log(request: Request, status: int) -> None:
 async def _no_such(request: Request, error: Exception) -> Response:
     """The answer to a path or a method that is not in the routes."""
     assert isinstance(error, HTTPException)
-    path, method = request.url.path, request.method
-    known = {
-        404: (f"Unknown request URL: {method} {path}", "unknown_url"),
-        405: (f"{path} does not take {method}", "method_not_allowed"),
-    }
-    what, code = known.get(error.status_code, (str(error.detail), None))
+    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+    what = f"{request.method} {request.url.path}: {error.detail}"
     return ApiProblem(error.status_code, what, code=code).response()
 
 
@@ -361,7 +353,7 @@ def run_until_signal(service: Service) -> int:
         raise BadInput(f"cannot listen: {error.strerror}", where=f"{host}:{port}", hint=hint) from error
     _log_to_stderr()
     shown = f"[{host}]" if ":" in host else host
-    logger.info("http://%s:%d/ serves %s", shown, listening.getsockname()[1], service.models)
+    logger.info("http://%s:%d/ serves %s", shown, listening.getsockname()[1], ", ".join(service.served.models))
     server_of(service).run(sockets=[listening])
     return 0
 

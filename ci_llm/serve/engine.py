@@ -137,8 +137,8 @@ class TextJob(Job):
     lines: list[TokenLine] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     stopped: bool = False
-    text: asking.TextSoFar | None = None
-    request: Request | None = None
+    text: asking.TextSoFar = field(init=False)
+    request: Request = field(init=False)
 
     def asked(self, crowd: CrowdModel) -> list[Request]:
         call = self.call
@@ -162,7 +162,6 @@ class TextJob(Job):
     def take(self, request: Request) -> bool:
         if request.error is not None:
             raise request.error
-        assert self.text is not None, "it was asked for"
         chosen = request.chosen[-1]
         self.lines.append(TokenLine(chosen.id, chosen.log_probability, chosen.top))
         shows = self.call.body.stream and not self.call.decides_at_the_end
@@ -176,7 +175,6 @@ class TextJob(Job):
         return False
 
     def close(self, crowd: CrowdModel) -> Ended:
-        assert self.request is not None, "it was asked for"
         own, chosen, sure = self.call.own, self.request.chosen, self.request.uncertainties
         confidence = math.exp(sum(each.log_probability for each in chosen))
         agents = len(crowd.names) if self.call.who is None else int(self.call.who >= 0)
@@ -244,7 +242,7 @@ class AgentsJob(Job):
 def jobs_of(call: Call) -> list[list[Job]]:
     """For each answer of a request the job that writes it, and then the job of the agents' own answers if wanted."""
     found: list[list[Job]] = []
-    beside = call.own.include_agents and call.who is None and not call.votes
+    beside = call.own.include_agents and call.who is None and not call.votes and not call.only_echo
     kind, each = AgentsJob if call.votes else TextJob, call.body.n
     for at, prompt in enumerate(call.prompts):
         agents: list[Job] = [AgentsJob(call, prompt, 0, writes=False)] if beside else []
@@ -465,7 +463,7 @@ class Engine(threading.Thread):
         now = time.monotonic()
         self._seconds += _FORGETS * (now - job.arrived - self._seconds)
         if job.writes:
-            model = job.call.model
+            model = job.call.body.model
             self._metrics.ended(model, end.reason, prompt=len(job.prompt), new=end.tokens)
             self._metrics.timed(model, job.arrived, job.admitted, job.first or now, job.last or now, end.tokens)
 
@@ -484,7 +482,7 @@ class Engine(threading.Thread):
         with self._changed, suppress(ValueError):  # the job has left the queue
             self._waiting.remove(job)
         self._open.pop(job, None)
-        self._metrics.ended(job.call.model, reason)
+        self._metrics.ended(job.call.body.model, reason)
 
     def _send(self) -> None:
         """Hand the events of a step to the event loop, in one call."""

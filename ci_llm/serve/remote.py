@@ -179,7 +179,7 @@ class RemoteAgents:
     def _forget(self, job: Job, task: asyncio.Task[None]) -> None:
         del self._tasks[job]
         if task.cancelled():
-            self._metrics.ended(job.call.model, "abort")
+            self._metrics.ended(job.call.body.model, "abort")
         self._count()
 
     def _count(self) -> None:
@@ -204,11 +204,11 @@ class RemoteAgents:
             async with self._free:
                 piece, ended = await (self._vote(job) if job.call.votes else self._one(job))
         except (ApiProblem, *_MALFORMED) as error:
-            self._metrics.ended(job.call.model, "error")
+            self._metrics.ended(job.call.body.model, "error")
             tell((job, error if isinstance(error, ApiProblem) else _malformed(error)))
         else:
             tell((job, piece))
-            self._metrics.ended(job.call.model, ended.reason, prompt=len(job.prompt), new=ended.tokens)
+            self._metrics.ended(job.call.body.model, ended.reason, prompt=len(job.prompt), new=ended.tokens)
             tell((job, ended))
 
     async def _one(self, job: Job) -> tuple[Piece, Ended]:
@@ -218,8 +218,8 @@ class RemoteAgents:
         if how.do_sample:
             drawing = {"temperature": how.temperature, "top_p": how.top_p, "min_p": how.min_p}
             drawing |= {"seed": how.seed + job.number} | ({} if how.top_k is None else {"top_k": how.top_k})
-        text = await self._text(str(self._base if call.model == BASE else call.model), job, **drawing)
-        return text.told(math.exp(text.log_probability), agents=int(call.model != BASE))
+        text = await self._text(str(self._base if call.body.model == BASE else call.body.model), job, **drawing)
+        return text.told(math.exp(text.log_probability), agents=int(call.body.model != BASE))
 
     async def _vote(self, job: Job) -> tuple[Piece, Ended]:
         """The text that wins the vote of all agents."""

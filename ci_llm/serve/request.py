@@ -49,8 +49,6 @@ REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "suffix": ("",),
     "best_of": (1,),
 }
-#: Fields that there were, and what to use instead.
-_REMOVED: Final = {"ci_llm.agents_per_prompt": "; all agents answer, and a single one as the model agent0"}
 MOST_STOPS: Final = 4
 
 #: pydantic's types of errors with OpenAI's codes; other types are errors of a value.
@@ -157,18 +155,14 @@ class Body(_Strict):
     ignore_eos: bool = False
     seed: Annotated[int, Field(ge=-_LARGEST - 1, le=_LARGEST)] | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     ci_llm: Own = Own()
 
     @model_validator(mode="after")
     def _stream_options_belong_to_a_stream(self) -> Body:
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             raise bad("stream_options", "only allowed with stream: true")
         return self
-
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
 
 
 class ChatBody(Body):
@@ -189,17 +183,14 @@ class ChatBody(Body):
             raise bad("messages", "the last message must be the user's")
         if self.max_tokens == 0:
             raise bad("max_tokens", "expected at least 1")
+        if self.max_completion_tokens is not None:  # the newer name of the same limit
+            self.max_tokens = self.max_completion_tokens
         return self
 
     @property
     def top(self) -> int | None:
         """The number of the most probable tokens that come with each token; None for no log-probabilities at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def wanted(self) -> int | None:
-        """The limit of new tokens; None if the request does not set it."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class CompletionBody(Body):
@@ -222,11 +213,6 @@ class CompletionBody(Body):
     def top(self) -> int | None:
         """As in `ChatBody`."""
         return self.logprobs
-
-    @property
-    def wanted(self) -> int | None:
-        """As in `ChatBody`."""
-        return self.max_tokens
 
 
 AnyBody = ChatBody | CompletionBody
@@ -270,10 +256,7 @@ def _problem(error: ValidationError) -> ApiProblem:
     kind, place = str(first["type"]), [part for part in first["loc"] if part not in _BRANCHES]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
     if kind == "extra_forbidden":
-        told = f"Unrecognized request argument supplied: {param}{_REMOVED.get(param, '')}"
-        return ApiProblem(400, told, param, "unknown_parameter")
-    if param in ("model", "messages") and kind != "missing":
-        return bad(param, first["msg"], "missing_required_parameter" if len(place) == 1 else "invalid_value")
+        return ApiProblem(400, f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")
     code = _CODES.get(kind) or ("invalid_type" if kind.endswith("_type") else "invalid_value")
     return bad(param, first["msg"], code)
 
@@ -325,9 +308,6 @@ def bad(param: str | None, message: str, code: str = "invalid_value") -> ApiProb
 #: The length of a completion without `max_tokens`, as at OpenAI; a chat may continue to the end of the context.
 COMPLETION_TOKENS: Final = 16
 BASE: Final = "base"
-#: Characters that a tokenizer may drop or join without limit, and how many of one are tried.
-_ODD: Final = ("\U0010fffd", "\u0301", "\x01", " ", "\n", "a")
-_TRIED: Final = 4096
 
 #: A text, token ids, or a chat.
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -369,11 +349,9 @@ class Served:
         return {self.crowd: None, **{name: k for k, name in enumerate(self.names)}, **base}
 
     @cached_property
-    def characters(self) -> int | None:
-        """A prompt with more characters does not fit, as every token is at its longest; None if that is not known."""
-        longest = max(map(len, self.prompter.tokenizer.get_vocab()))
-        counts = [len(self.prompter.plain_ids(odd * _TRIED)) for odd in _ODD]
-        return self.context * longest if min(counts) * longest >= _TRIED else None
+    def characters(self) -> int:
+        """The most characters of a prompt, whatever a tokenizer may join or drop: so many longest tokens as fit."""
+        return self.context * max(map(len, self.prompter.tokenizer.get_vocab()))
 
     def require_few(self, given: dict[str, Any]) -> None:
         """Refuse more prompts, messages or token ids than fit, before they are looked at: that alone takes seconds.
@@ -392,9 +370,9 @@ class Served:
 
     def require_short(self, param: str, texts: Sequence[str]) -> None:
         """Refuse texts with more characters than fit, before they are tokenised. Raises ApiProblem."""
-        most, count = self.characters, sum(map(len, texts))
-        if most is not None and count > most:
-            raise self.too_long(param, f"sent {count} characters, of which at most {most} fit")
+        count = sum(map(len, texts))
+        if count > self.characters:
+            raise self.too_long(param, f"sent {count} characters, of which at most {self.characters} fit")
 
     def require_choices(self, count: int) -> None:
         """Raises ApiProblem if one request may not ask for so many answers."""
@@ -433,10 +411,6 @@ class Call:
     @property
     def is_chat(self) -> bool:
         return isinstance(self.body, ChatBody)
-
-    @property
-    def model(self) -> str:
-        return self.body.model
 
     @property
     def only_echo(self) -> bool:
@@ -521,14 +495,13 @@ def unknown_model(name: str, served: Served) -> ApiProblem:
 
 def _length(body: AnyBody, longest: int, served: Served) -> int:
     """The limit of new tokens; a chat without one may continue to the end of the context."""
-    is_chat, left = isinstance(body, ChatBody), served.context - longest
-    least = 1 if body.wanted is None else body.wanted
-    if least > left:
-        what = f"requested {longest} in the prompt and {body.wanted or 1} in the answer"
+    is_chat, left, wanted = isinstance(body, ChatBody), served.context - longest, body.max_tokens
+    if (1 if wanted is None else wanted) > left:
+        what = f"requested {longest} in the prompt and {wanted or 1} in the answer"
         raise served.too_long("messages" if is_chat else "prompt", what)
-    if body.wanted is None:
+    if wanted is None:
         return left if is_chat else min(COMPLETION_TOKENS, left)
-    return max(1, body.wanted)
+    return max(1, wanted)
 
 
 def _own(body: AnyBody, served: Served) -> Own:
@@ -543,8 +516,8 @@ def _own(body: AnyBody, served: Served) -> Own:
     reason = uncalibrated(served.calibration, name)
     if name not in served.aggregators:
         raise bad("ci_llm.aggregator", f"expected one of {', '.join(served.aggregators)}")
-    if find_vote(name) and body.temperature:
-        raise bad("ci_llm.aggregator", f"{name} is a vote: leave temperature out")
+    if find_vote(name) and (body.temperature or body.echo):
+        raise bad("ci_llm.aggregator", f"{name} is a vote: leave temperature and echo out")
     if said.minimum_confidence is not None and reason:
         raise bad("ci_llm.minimum_confidence", reason, "no_calibration")
     if own.minimum_confidence is not None and reason:

@@ -7,7 +7,6 @@ was stopped by Ctrl-S holds the child back, but not the supervisor.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import math
 import os
@@ -18,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import psutil
 
@@ -30,8 +29,6 @@ from ci_llm.supervisor.output_scan import Evidence, LineSplitter
 from ci_llm.supervisor.shim import start_shim
 
 _READ_BYTES: Final = 1 << 16
-#: Errors of a sink that nobody reads any more.
-_GONE: Final = frozenset({errno.EIO, errno.EPIPE, errno.EBADF, errno.ENXIO})
 
 
 class Channel:
@@ -45,13 +42,10 @@ class Channel:
     Attributes:
         is_terminal: the sink is one, and so the child gets one.
         child_end: the file to which the child writes.
-        at_line_start: the last byte that was passed on ended a line.
     """
 
     def __init__(self, sink: int, note: Callable[[bytes], None]) -> None:
-        self._sink: int | None = sink
-        self._note = note
-        self.at_line_start = True
+        self._sink, self._note = sink, note
         self.is_terminal = os.isatty(sink)
         self._source, self.child_end = os.openpty() if self.is_terminal else os.pipe()
         if self.is_terminal:
@@ -73,7 +67,7 @@ class Channel:
 
     def copy_window_size(self) -> None:
         """Give the child's terminal the size of the sink's."""
-        if self.is_terminal and self._sink is not None:
+        if self.is_terminal:
             with contextlib.suppress(OSError):
                 size = fcntl.ioctl(self._sink, termios.TIOCGWINSZ, bytes(8))
                 fcntl.ioctl(self._source, termios.TIOCSWINSZ, size)
@@ -85,29 +79,18 @@ class Channel:
             with contextlib.suppress(OSError):  # Linux reports the end of a pseudo-terminal as an error
                 data = os.read(self._source, _READ_BYTES)
             self._note(data)
-            if data and self._sink is not None:
-                self.at_line_start = data[-1:] == b"\n"
-                self._write(data)
+            self._write(data)
         os.close(self._source)
 
     def _write(self, data: bytes) -> None:
         """Write it all. A terminal that is gone, or a full disk, does not stop the training."""
-        while data and self._sink is not None:
+        while data:
             try:
                 data = data[os.write(self._sink, data) :]
             except BlockingIOError:  # whoever started this process has made its terminal so
                 select.select([], [self._sink], [], _TURN_S)
-            except OSError as error:
-                if error.errno in _GONE:
-                    self._sink = None
+            except OSError:
                 return  # this much is lost; a full disk may have room for what comes later
-
-
-def _same_file(one: int, other: int) -> bool:
-    try:
-        return os.path.sameopenfile(one, other)
-    except OSError:
-        return False
 
 
 _TURN_S: Final = 0.25  # the longest delay until a new window size or an order is noticed
@@ -134,7 +117,6 @@ class AttemptResult:
         duration_s: how long the command ran.
         memory_pressure: right before the end memory was short, or the kernel killed a process for it.
         left_behind: processes that had to be killed.
-        at_line_start: the terminal's cursor is at the left edge; otherwise a progress bar stands there.
     """
 
     evidence: Evidence
@@ -144,7 +126,6 @@ class AttemptResult:
     duration_s: float = 0.0
     memory_pressure: bool = False
     left_behind: list[str] = field(default_factory=list)
-    at_line_start: bool = True
 
 
 class Child:
@@ -168,7 +149,10 @@ class Child:
         self._note = threading.Lock()
         self._channels = [Channel(1, self._noting(evidence))]
         # If both are one terminal or file, the child gets one channel for both, so that its lines stay in their order.
-        if not _same_file(1, 2):
+        is_one = False
+        with contextlib.suppress(OSError):  # one of them is closed
+            is_one = os.path.sameopenfile(1, 2)
+        if not is_one:
             self._channels.append(Channel(2, self._noting(evidence)))
         self._wake_fd = wake_fd
         self._result = AttemptResult(evidence)
@@ -238,20 +222,17 @@ class Child:
     def _conclude(self, next_order: Callable[[], StopOrder | None]) -> AttemptResult:
         result = self._result
         self._note_end()
+        told: dict[str, Any] = {}
         for line in self._reported.splitlines():
-            fact = cast("dict[str, object]", load_json(line))
-            if "error" in fact:
-                result.error = str(fact["error"])
-            if "returncode" in fact:
-                result.returncode = cast("int | None", fact["returncode"])
-            result.left_behind += cast("list[str]", fact.get("killed", []))
+            told |= cast("dict[str, Any]", load_json(line))
+        result.error, result.returncode = told.get("error"), told.get("returncode")
+        result.left_behind += told.get("killed", [])
         self._shim.wait()
         result.left_behind += process_tree.end(0.0)  # something is left only if the shim itself was killed
         process_tree.reap()
         for channel in self._channels:
             while not channel.has_ended(_FLUSH_S) and next_order() is None:  # a slow reader, `less` for instance
                 pass
-        result.at_line_start = all(channel.at_line_start for channel in self._channels)
         return result
 
     def __enter__(self) -> Child:
@@ -290,19 +271,14 @@ class _MemoryWatch:
 
     def __init__(self) -> None:
         self._kills = _out_of_memory_kills()
-        self._next_look, self._short_at = 0.0, -math.inf
+        self._short_at = -math.inf
 
     def look(self) -> None:
-        now = time.monotonic()
-        if now < self._next_look:
-            return
-        self._next_look = now + 1.0
         memory, kills = psutil.virtual_memory(), _out_of_memory_kills()
         if kills > self._kills or memory.available < _SCARCE_FRACTION * memory.total:
-            self._kills, self._short_at = kills, now
+            self._kills, self._short_at = kills, time.monotonic()
 
     def was_short(self) -> bool:
-        self._next_look = 0.0
         self.look()
         return time.monotonic() - self._short_at < _SHORT_FOR_S
 

@@ -35,30 +35,32 @@ class Resumption:
         on_retry: the words as typed; `{checkpoint}` in them stands for the newest match.
         goes_on_from: a glob pattern that the script's checkpoints match.
 
+    Attributes:
+        is_retry: an attempt has run already: the next one is a retry.
+
     Raises:
         ConfigError: the words cannot be split, or name a checkpoint without a pattern that finds it.
     """
 
     def __init__(self, on_retry: str | None, goes_on_from: str | None, environ: Mapping[str, str] = os.environ) -> None:
-        self._words, self._pattern = _split(on_retry or ""), goes_on_from
+        try:
+            self._words, self._pattern = shlex.split(on_retry or ""), goes_on_from
+        except ValueError as error:
+            raise ConfigError(f"the words cannot be told apart: {error}", where=f"--on-retry {on_retry}") from error
         if goes_on_from is None and any(_NEWEST in word for word in self._words):
             raise ConfigError(
                 f"{_NEWEST} stands for nothing",
                 where=f"--on-retry {on_retry}",
                 hint="say what the script's checkpoints look like: --goes-on-from 'out/checkpoint-*'",
             )
-        self._job = read_job(environ)
-        self._is_retry = self._job is not None and self._job.restarts > 0
-
-    def note_retry(self) -> None:
-        """Take note that an attempt has run: the next one is a retry."""
-        self._is_retry = True
+        job = read_job(environ)
+        self.is_retry = job is not None and job.restarts > 0
 
     def words(self) -> list[str]:
         """Return what the next attempt gets in addition."""
         newest = self.newest()
         if self._pattern is None:
-            return self._words if self._is_retry else []
+            return self._words if self.is_retry else []
         return [word.replace(_NEWEST, newest[0]) for word in self._words] if newest else []
 
     def newest(self) -> tuple[str, int] | None:
@@ -75,13 +77,6 @@ class Resumption:
         if not self._words:
             return "the script begins again next time, unless it resumes by itself (--on-retry can tell it to)"
         return f"the same command begins again; with {shown(self._words)} it would resume"
-
-
-def _split(text: str) -> list[str]:
-    try:
-        return shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"the words cannot be told apart: {error}", where=f"--on-retry {text}") from error
 
 
 def _newest_ns(path: Path) -> int:
@@ -112,6 +107,7 @@ class ExternalScript:
         self._options = options
         self.restarts_from_scratch = not (options.on_retry or options.goes_on_from)
         self.grace_s = GRACE_S if options.grace_s is None else options.grace_s
+        self.stop_signal = options.stop_signal  # many scripts save at Ctrl-C, others at TERM
         if options.stop_signal is not None:
             signal_number(options.stop_signal)  # raises for a signal that does not exist
         self._resumption = Resumption(options.on_retry, options.goes_on_from)
@@ -145,10 +141,6 @@ class ExternalScript:
         """End a script whose loss is NaN: everything that it computes from then on is lost."""
         return StopOrder("SIGTERM", "nonfinite") if evidence.nonfinite else None
 
-    def stop_signal(self, stop_reason: str) -> str:
-        """The signal that the supervisor got: many scripts save at Ctrl-C, others at TERM."""
-        return self._options.stop_signal or stop_reason.removeprefix("signal:")
-
     def request_save(self) -> str:
         """Pass nothing on: most scripts would die of the signal."""
         return f"{SAVE_SIGNALS[0]} is for the training: send it to its own process"
@@ -168,13 +160,15 @@ class ExternalScript:
 
     def adjust(self, decision: Decision, retry: int) -> list[str]:
         """Put new values on the command line of the script, or into a copy of its configuration."""
-        self._resumption.note_retry()
+        self._resumption.is_retry = True
         new: dict[str, float] = {}
         if decision.learning_rate is not None and self._lr_key is not None:
             new[self._lr_key] = float(f"{decision.learning_rate:.8g}")
         if decision.batch_size is not None and self._batch_key is not None:
             new[self._batch_key] = decision.batch_size
-            new |= self._scaled_values()
+            for key in self._scaled_keys:
+                if (value := integer(self._command.value(key))) is not None:
+                    new[key] = max(1, int(value / self._options.policy.reduction))
         before = {key: self._command.value(key) for key in new}
         self._command.adjust(new, retry)
         return [f"{key}: {value} -> {self._command.value(key)}" for key, value in before.items()]
@@ -193,8 +187,3 @@ class ExternalScript:
         if self._command.config is not None:
             self._command.config.close()
         return []
-
-    def _scaled_values(self) -> dict[str, float]:
-        values = {key: integer(self._command.value(key)) for key in self._scaled_keys}
-        reduction = self._options.policy.reduction
-        return {key: max(1, int(value / reduction)) for key, value in values.items() if value is not None}

@@ -10,7 +10,7 @@ import logging
 import os
 import select
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Final, Protocol
@@ -35,10 +35,12 @@ class Target(Protocol):
     Attributes:
         grace_s: seconds from the signal to stop until the kill.
         restarts_from_scratch: a later attempt uses nothing that a failed one left, W&B runs included.
+        stop_signal: the signal that stops the attempt, when the supervisor was told to stop; None for the one it got.
     """
 
     grace_s: float
     restarts_from_scratch: bool
+    stop_signal: str | None
 
     @property
     def rerun_effect(self) -> str:
@@ -55,13 +57,6 @@ class Target(Protocol):
 
         Args:
             evidence: the output of the attempt so far.
-        """
-
-    def stop_signal(self, stop_reason: str) -> str:
-        """Return the signal that stops the attempt, when the supervisor was told to stop.
-
-        Args:
-            stop_reason: how the supervisor was told: "signal:SIGINT", for instance.
         """
 
     def request_save(self) -> str:
@@ -138,6 +133,8 @@ class SupervisorLog(PackageHandler):
 
 
 _FAILURES: Final = frozenset({"refused", "nonfinite", "out_of_memory", "disk_full", "hang", "killed", "crashed"})
+#: What a request to stop does between two attempts.
+_BETWEEN: Final = "launching nothing more"
 _CLEANUP_S: Final = 120.0
 _HURRIED_CLEANUP_S: Final = 10.0  # the machine is wanted back
 _NEXT: Final = {
@@ -146,14 +143,6 @@ _NEXT: Final = {
     "wait": "waiting {wait_s:g} s, then relaunching: {why}",
     "give up": "giving up: {why}",
 }
-
-
-@dataclass
-class _Record:
-    """One attempt, for the decisions after it and for the summary."""
-
-    outcome: Outcome
-    changes: list[str] = field(default_factory=list)
 
 
 class Supervisor:
@@ -176,9 +165,9 @@ class Supervisor:
     ) -> None:
         self._target, self._policy = target, policy
         self._interrupts, self._wake_fd, self._wandb_cleanup = interrupts, wake_fd, wandb_cleanup
-        self._records: list[_Record] = []
-        self._attempt_runs = False
-        interrupts.describe_stop = self._describe_stop
+        self._outcomes: list[Outcome] = []
+        self._changes: dict[int, list[str]] = {}  # after the attempt of this number, in words
+        interrupts.describe_stop = lambda: _BETWEEN
 
     def run(self) -> int:
         """Supervise to the end.
@@ -205,37 +194,33 @@ class Supervisor:
         """Run one attempt, and prepare and await the next one. A decision with an exit code is the last."""
         result = self._watch_attempt()
         outcome = self._with_stop_request(self._target.classify(result))
-        decision = decide([record.outcome for record in self._records], outcome, self._policy)
-        record = _Record(outcome)
-        self._records.append(record)
+        decision = decide(self._outcomes, outcome, self._policy)
+        self._outcomes.append(outcome)
         self._log_end(result, outcome)
         self._log_decision(decision)
         if self._wandb_cleanup is not None:
             self._wandb_cleanup.note(result.evidence, failed=outcome.kind in _FAILURES)
         if decision.exit_code is not None:
             return decision
-        record.changes = self._target.adjust(decision, len(self._records))
-        _log_all(f"  {line}" for line in record.changes)
+        number = len(self._outcomes)
+        self._changes[number] = self._target.adjust(decision, number)
+        _log_all(f"  {line}" for line in self._changes[number])
         if self._interrupts.wait(decision.wait_s):
             decision = decide([], self._with_stop_request(outcome), self._policy)
             self._log_decision(decision)
         return decision
 
     def _watch_attempt(self) -> AttemptResult:
-        number = len(self._records) + 1
+        number = len(self._outcomes) + 1
         command, environment = self._target.begin_attempt()
         logger.info("attempt %d of %d: %s", number, self._policy.max_retries + 1, shown(command))
         evidence = Evidence()
         grace_s = self._target.grace_s
         with Child(command, environment, evidence=evidence, grace_s=grace_s, wake_fd=self._wake_fd) as child:
-            self._attempt_runs = True
+            self._interrupts.describe_stop = lambda: f"ending attempt {number}"
             result = child.run(lambda: self._stop_order(evidence))
-            self._attempt_runs = False
+            self._interrupts.describe_stop = lambda: _BETWEEN
         return result
-
-    def _describe_stop(self) -> str:
-        """The effect of a request to stop at this moment, for the line that announces it."""
-        return f"ending attempt {len(self._records) + 1}" if self._attempt_runs else "launching nothing more"
 
     def _stop_order(self, evidence: Evidence) -> StopOrder | None:
         if self._interrupts.take_save_request():
@@ -243,7 +228,7 @@ class Supervisor:
         order = self._target.stop_order(evidence)
         reason = self._interrupts.stop_reason
         if order is None and reason is not None:
-            return StopOrder(self._target.stop_signal(reason), reason)
+            return StopOrder(self._target.stop_signal or reason.removeprefix("signal:"), reason)
         return order
 
     def _with_stop_request(self, outcome: Outcome) -> Outcome:
@@ -257,8 +242,7 @@ class Supervisor:
     # The log
 
     def _log_end(self, result: AttemptResult, outcome: Outcome) -> None:
-        extra = {} if result.at_line_start else MID_LINE
-        logger.info(_end_of(len(self._records), outcome), extra=extra)
+        logger.info(_end_of(len(self._outcomes), outcome), extra=MID_LINE)
         if result.left_behind:
             logger.info("  had to be killed: %s", ", ".join(result.left_behind))
         if outcome.kind in _FAILURES and result.evidence.last_lines:
@@ -273,13 +257,13 @@ class Supervisor:
 
     def _summarise(self, decision: Decision) -> None:
         """Log a summary of all attempts, if there were several or the only one failed."""
-        count = len(self._records)
+        count = len(self._outcomes)
         if count == 1 and decision.action != "give up":
             return
         logger.info("failure analysis of %d attempt%s: %s", count, "s" if count > 1 else "", decision.why)
-        for number, record in enumerate(self._records, 1):
-            logger.info("  %s", _end_of(number, record.outcome))
-            _log_all(f"    then {line}" for line in record.changes)
+        for number, outcome in enumerate(self._outcomes, 1):
+            logger.info("  %s", _end_of(number, outcome))
+            _log_all(f"    then {line}" for line in self._changes.get(number, ()))
 
 
 def _log_all(lines: Iterable[str]) -> None:

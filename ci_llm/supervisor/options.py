@@ -41,7 +41,7 @@ class Options:
     delete_wandb_runs: bool = True
     lr_key: str | None = None
     batch_size_key: str | None = None
-    scale_with_batch: tuple[str, ...] = ()
+    scale_with_batch: Sequence[str] = ()
     on_retry: str | None = None
     goes_on_from: str | None = None
     stop_signal: str | None = None
@@ -73,7 +73,6 @@ def parse_options(arguments: Sequence[str]) -> Options:
         raise ConfigError(
             "two configurations", where="command line", hint="either --config FILE, or --config-path and --config-name"
         )
-    known.scale_with_batch = tuple(known.scale_with_batch)
     policy = Policy(known.max_retries, known.min_lr, known.min_batch_size)
     given = {one.name: getattr(known, one.name) for one in fields(Options) if hasattr(known, one.name)}
     return Options(policy=policy, words=tuple(words), command=tuple(command), **given)

@@ -14,7 +14,7 @@ from ci_llm.cluster.slurm import requeue
 from ci_llm.config import Config, default_file, load_config
 from ci_llm.config.sweep import read_sweep
 from ci_llm.core import run_folder
-from ci_llm.core.run_status import VANISHED_AFTER_S, Status, last_status, pid_space, read_status
+from ci_llm.core.run_status import VANISHED_AFTER_S, Status, pid_space, read_status
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import SAVE_SIGNALS, send
 from ci_llm.supervisor import process_tree
@@ -45,6 +45,7 @@ class OwnRun:
     """
 
     restarts_from_scratch = False
+    stop_signal: str | None = "SIGTERM"  # which every launcher passes on
     rerun_effect = "the same command resumes"
 
     def __init__(self, command: list[str], words: list[str], *, grace_s: float | None = None) -> None:
@@ -104,10 +105,6 @@ class OwnRun:
             self._last_sign, self._last_sign_at = sign, now
         return StopOrder("SIGKILL", "hang") if now - self._last_sign_at > HANG_AFTER_S else None
 
-    def stop_signal(self, stop_reason: str) -> str:
-        """SIGTERM, which every launcher passes on."""
-        return "SIGTERM"
-
     def request_save(self) -> str:
         """Send the main process of the run the signal by which it saves."""
         status = self._status_of_attempt()
@@ -124,9 +121,9 @@ class OwnRun:
         status = self._status_of_attempt()
         cause = run_folder.earliest_failure(run_folder.read_failures(self._folder, status.attempt)) if status else None
         kind, detail = classify_by_status(result, status, cause, has_begun=self._has_begun)
-        damage = self._damage_of_status() if kind == "completed" and status is None else None
-        if damage:
-            kind, detail = "crashed", damage  # the next attempt writes a status, and resumes or finds it complete
+        if kind == "completed" and self._status() is None and (self._folder / "status.json").exists():
+            # The next attempt writes a status, and resumes or finds the run complete.
+            kind, detail = "crashed", "status.json: it cannot be read"
         self._has_begun |= status is not None
         good_step = None
         if kind == "nonfinite" and cause is not None and cause.step is not None:
@@ -209,14 +206,6 @@ class OwnRun:
             return read_status(self._folder)
         except (BadInput, OSError):
             return None
-
-    def _damage_of_status(self) -> str | None:
-        """The damage of status.json; None if it can be read or does not exist."""
-        try:
-            last_status(self._folder)
-        except BadInput as error:
-            return f"status.json: {error.what}"
-        return None
 
     def _status_of_attempt(self) -> Status | None:
         """The status, if the attempt that was launched last has written it; None if an earlier one has."""

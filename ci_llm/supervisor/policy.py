@@ -105,9 +105,7 @@ def decide(history: Sequence[Outcome], outcome: Outcome, policy: Policy) -> Deci
     match outcome.kind:
         case "completed":  # even if the supervisor was told to stop meanwhile: nothing is left to do
             return Decision("finish", "completed", exit_code=0)
-        case _ if outcome.stopping:
-            return Decision("requeue", "interrupted", exit_code=75)
-        case "interrupted":
+        case kind if outcome.stopping or kind == "interrupted":
             return Decision("requeue", "interrupted", exit_code=75)
         case "refused":
             return Decision("give up", "the call or the configuration must change", exit_code=2)

@@ -54,16 +54,16 @@ def start_shim(
     )
 
 
-def run_task(module: str, arguments: Sequence[str], *, timeout_s: float) -> tuple[bool, str]:
+def run_task(module: str, arguments: Sequence[str], *, timeout_s: float) -> str:
     """Run `main` of a module of this package in a process of its own, without input, and end all that it started.
 
     Only while no attempt runs: its processes would be ended too.
 
     Returns:
-        (True if it ended in time with exit code 0, its output).
+        its output.
     """
     try:
-        done = subprocess.run(
+        return subprocess.run(
             [*_program(module), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -71,13 +71,12 @@ def run_task(module: str, arguments: Sequence[str], *, timeout_s: float) -> tupl
             timeout=timeout_s,
             text=True,
             errors="replace",
-        )
+        ).stdout
     except subprocess.TimeoutExpired as error:
-        output = error.output.decode(errors="replace") if isinstance(error.output, bytes) else error.output or ""
-        return False, f"{output}\nno end within {timeout_s:g} s"
+        output = (error.output or b"").decode(errors="replace")  # bytes, whatever was asked for
+        return f"{output}\nno end within {timeout_s:g} s"
     finally:
         process_tree.end(0.0)
-    return done.returncode == 0, done.stdout
 
 
 def _program(module: str) -> list[str]:
@@ -132,8 +131,8 @@ def _run_command(command: list[str], control: _ControlPipe, report_fd: int, grac
         killed = process_tree.end(grace_s, settle_s=_SETTLE_S, kill_ordered=control.kill_ordered)
     else:
         killed = _end(control.read_signal(), grace_s, control)
-    if over_fd not in ready and select.select([over_fd], [], [], _SETTLE_S)[0]:
-        _report(report_fd, {"returncode": process.returncode})
+        if select.select([over_fd], [], [], _SETTLE_S)[0]:
+            _report(report_fd, {"returncode": process.returncode})
     process_tree.reap()
     _report(report_fd, {"killed": killed})
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from ci_llm.errors import first_line
 from ci_llm.supervisor.output_scan import Evidence, WandbRun
 from ci_llm.supervisor.shim import run_task
-
-RunTask = Callable[..., tuple[bool, str]]
 
 #: The clocks of this machine and of the server may differ by this much.
 _CLOCK_TOLERANCE_S: Final = 300.0
@@ -30,12 +28,10 @@ class WandbCleanup:
 
     Args:
         environ: its WANDB_ENTITY and WANDB_PROJECT complete what the output does not name.
-        run_task: starts the process that talks to W&B.
     """
 
-    def __init__(self, environ: Mapping[str, str], run_task: RunTask = run_task) -> None:
-        self._environ, self._run_task = environ, run_task
-        self._since = time.time()
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ, self._since = environ, time.time()
         self._failed: dict[str, WandbRun] = {}
         self._kept: set[str] = set()
 
@@ -48,25 +44,18 @@ class WandbCleanup:
 
     def delete_failed(self, *, timeout_s: float) -> list[str]:
         """Delete the runs of failed attempts; return a line for each. A deletion that fails is not an error."""
-        doomed = [run for run in self._failed.values() if run.id not in self._kept]
-        paths = {run.id: self._path(run) for run in doomed}
-        lines = [
-            f"W&B run {run_id} of a failed attempt stays: no project is known (set WANDB_PROJECT)"
-            for run_id, path in paths.items()
-            if path is None
-        ]
-        known = [path for path in paths.values() if path is not None]
-        return lines + (self._delete(known, timeout_s) if known else [])
-
-    def _path(self, run: WandbRun) -> str | None:
-        entity = run.entity or self._environ.get("WANDB_ENTITY")
-        project = run.project or self._environ.get("WANDB_PROJECT")
-        if project is None:
-            return None
-        return "/".join(part for part in (entity, project, run.id) if part)
+        lines, paths = list[str](), list[str]()
+        for run in (run for run in self._failed.values() if run.id not in self._kept):
+            entity = run.entity or self._environ.get("WANDB_ENTITY")
+            project = run.project or self._environ.get("WANDB_PROJECT")
+            if project is None:
+                lines.append(f"W&B run {run.id} of a failed attempt stays: no project is known (set WANDB_PROJECT)")
+            else:
+                paths.append("/".join(filter(None, (entity, project, run.id))))
+        return lines + (self._delete(paths, timeout_s) if paths else [])
 
     def _delete(self, paths: Sequence[str], timeout_s: float) -> list[str]:
-        _, output = self._run_task("wandb_cleanup", [str(self._since), *paths], timeout_s=timeout_s)
+        output = run_task("wandb_cleanup", [str(self._since), *paths], timeout_s=timeout_s)
         lines = output.strip().splitlines() or ["no answer"]
         told = [line.removeprefix(_TOLD) for line in lines if line.startswith(_TOLD)]
         return told + [_stays(path, lines[-1]) for path in paths[len(told) :]]

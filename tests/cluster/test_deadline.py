@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,21 +21,8 @@ from ci_llm.cluster.deadline import (
 )
 from ci_llm.cluster.launch import Launch
 from ci_llm.interrupts import Interrupts
+from tests.support.clock import Clock
 from tools.testbed.events import DEADLINE_S
-
-
-@dataclass
-class Clock:
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@dataclass(frozen=True)
-class Saved:
-    seconds: float
-
 
 # Who names the end
 
@@ -74,7 +61,7 @@ def test_the_time_for_a_step_and_a_save_is_reserved() -> None:
 def test_the_pace_keeps_the_latest_steps_and_each_save_once() -> None:
     clock = Clock()
     pace = Pace(clock)
-    save = Saved(4.0)
+    save = SimpleNamespace(seconds=4.0)
     for step in range(MEASUREMENTS + 20):
         pace.begin_step()
         assert pace.step_started == clock.now
@@ -83,7 +70,7 @@ def test_the_pace_keeps_the_latest_steps_and_each_save_once() -> None:
         clock.now += 1000.0  # what lies between two steps, an evaluation for instance, belongs to neither
     assert pace.steps_s == tuple(range(20, MEASUREMENTS + 20))
     assert pace.saves_s == (4.0,)
-    pace.end_step(Saved(4.0))
+    pace.end_step(SimpleNamespace(seconds=4.0))
     assert (pace.saves_s, len(pace.steps_s), pace.step_started) == ((4.0, 4.0), MEASUREMENTS, None)
 
 

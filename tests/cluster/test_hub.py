@@ -5,39 +5,31 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from ci_llm.core.remote import OFFLINE, may_be_on_hub, offline_note, why_unreachable
 from tests.support.children import DEADLINE_S, PYTHONPATH, ROOT
+from tests.support.http import JsonHandler, answering
 from tools.testbed.forkserver import free_port
 
 
-class Grumpy(BaseHTTPRequestHandler):
+class Grumpy(JsonHandler):
     """A hub that answers every request with an error, and so is reachable."""
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self) -> None:  # noqa: N802 - the name of the standard library
         self.send_response(503)
         self.end_headers()
-
-    def log_message(self, *_: object) -> None: ...
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    server = HTTPServer(("127.0.0.1", 0), Grumpy)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.delenv(OFFLINE, raising=False)
-    yield
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with answering(Grumpy) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        yield
 
 
 @pytest.fixture

@@ -195,22 +195,6 @@ def test_fewer_processes_than_asked_for() -> None:
     assert "asked for several processes" in remarked(unknown)[0]
 
 
-@pytest.mark.parametrize(
-    ("environ", "words", "settings"),
-    [
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, [], {"mixed_precision": "bf16"}),
-        ({"ACCELERATE_MIXED_PRECISION": "no"}, [], {}),
-        ({}, ["--gradient_accumulation_steps=4"], {"gradient_accumulation_steps": "4"}),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, [], {"gradient_accumulation_steps": "2"}),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}, [], {}),
-    ],
-)
-def test_values_of_our_keys_from_accelerate(
-    environ: dict[str, str], words: list[str], settings: dict[str, str]
-) -> None:
-    assert accelerate_settings(environ, [*ACCELERATE, *words, "train.py"]) == settings
-
-
 def test_a_process_in_a_job_but_outside_of_its_steps_is_warned() -> None:
     """SLURM signals the beginning of a preemption's grace only to steps."""
     batch = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}

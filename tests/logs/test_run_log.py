@@ -18,6 +18,7 @@ import pytest
 
 from ci_llm.core import work
 from ci_llm.core.metrics_file import METRICS_NAME
+from ci_llm.logs import trackers
 from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import LOG_NAME, PACKAGE, RunHandler, RunLog
 from tools.testbed.events import DEADLINE_S
@@ -35,16 +36,6 @@ def package_logger() -> Iterator[None]:
         handlers[-1].detach()  # which brings back the one before
     work.listeners.clear()
     assert (PACKAGE.level, PACKAGE.propagate) == (logging.NOTSET, True)
-
-
-class Clock:
-    """A clock that moves only when the test sets it."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -295,6 +286,15 @@ def attempt(folder: Path, steps: range, value: float, *, resumed_from: int = 0) 
     log.close()
 
 
+def drawn(folder: Path) -> tuple[Any, list[tuple[int, float]]]:
+    """What TensorBoard has of a run, and (step, value) of its losses."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return events, [(event.step, event.value) for event in events.Scalars("train/loss")]
+
+
 @pytest.fixture
 def seconds_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorBoard orders its files by the second in their names, and attempts in one test share a second."""
@@ -304,14 +304,10 @@ def seconds_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("seconds_apart")
 def test_tensorboard_draws_one_curve_over_attempts(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     attempt(tmp_path, range(10, 60, 10), 1.0)
     attempt(tmp_path, range(40, 80, 10), 2.0, resumed_from=30)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
+    events, points = drawn(tmp_path)
     assert events.Tags()["scalars"] == ["train/loss"]
-    points = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert points == [(10, 1.0), (20, 1.0), (30, 1.0), (40, 2.0), (50, 2.0), (60, 2.0), (70, 2.0)]
     assert len(events.Tensors("config/text_summary")) == 1
     assert all(path.is_file() for path in (tmp_path / "tensorboard").iterdir()), "a second run beside the first"
@@ -319,27 +315,45 @@ def test_tensorboard_draws_one_curve_over_attempts(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("seconds_apart")
 def test_a_fresh_start_drops_the_curve_of_an_attempt_that_saved_nothing(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     attempt(tmp_path, range(10, 60, 10), 1.0)
     attempt(tmp_path, range(10, 30, 10), 2.0)
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(10, 2.0), (20, 2.0)]
+    assert drawn(tmp_path)[1] == [(10, 2.0), (20, 2.0)]
 
 
 def test_a_tracker_that_fails_is_named_and_left_out(tmp_path: Path, screen: io.StringIO) -> None:
     log = make_log(tmp_path, screen)
     log.start_trackers(make_accelerator(), ("tensorboard",))
     assert log._trackers is not None
-    _, tracker = log._trackers._trackers["tensorboard"]
-    tracker.writer.close()
-    tracker.writer = None  # what a writer on a full disk comes to
+    [one] = log._trackers._trackers
+    one.tracker.writer.close()
+    one.tracker.writer = None  # what a writer on a full disk comes to
     log.metrics(1, {"loss": 1.0})
     log.metrics(2, {"loss": 1.0})
     log.close()
     assert screen.getvalue().count("tensorboard failed and is left out") == 1
     assert len(lines(tmp_path)) == 2
+
+
+def test_a_checkpoint_after_the_failure_of_a_tracker_still_has_the_id_of_its_run(
+    tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it the next attempt would begin another run there."""
+
+    class Named(trackers.TrackerKind):
+        def run_id(self, tracker: Any) -> str:
+            return "run 7"
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no network")
+
+    tracker = SimpleNamespace(log=refuse, finish=refuse, store_init_configuration=lambda _values: None)
+    monkeypatch.setattr(trackers, "find_kind", lambda _name: Named())
+    monkeypatch.setattr(trackers, "_start", lambda *_: tracker)
+    log = make_log(tmp_path, screen)
+    log.start_trackers(make_accelerator(), ("tensorboard",))
+    log.metrics(1, {"loss": 1.0})
+    assert "tensorboard failed and is left out" in screen.getvalue()
+    assert log.tracker_state() == {"tensorboard": "run 7"}
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import pytest
 from ci_llm.logs import terminal as areas
 from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import LOG_NAME, RunLog
+from tests.support.clock import Clock
 from tests.support.screen import PseudoTerminal
 from tools.testbed.events import wait_until
 
@@ -170,10 +171,10 @@ def test_a_bar_of_another_library_has_the_terminal_until_its_line_ends(
 
 def test_a_resize_leaves_nothing_of_the_old_area(terminal: PseudoTerminal, open_log: Callable[..., RunLog]) -> None:
     log = open_log(terminal)
-    log.progress(at(1, 16))
-    terminal.wait_for("two lines of agents", shows(" 0 1.000", "15 1.150"))
+    log.progress(at(1, 8))
+    terminal.wait_for("the range", shows("highest 1.070 agent7"))
     terminal.resize(160)
-    screen = terminal.wait_for("full names", shows("agent15 1.150"))
+    screen = terminal.wait_for("all losses", shows("agent6 1.060  agent7 1.070"))
     assert len([line for line in screen if line.startswith("step")]) == 1
     terminal.resize(40, 5)
     screen = terminal.wait_for("a narrow screen", lambda screen: max(map(len, screen)) < 40)
@@ -231,8 +232,8 @@ def test_steps_are_drawn_by_a_clock_and_not_one_by_one(
     terminal: PseudoTerminal, open_log: Callable[..., RunLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line wakes the drawing thread, which draws the area again only once the interval is over."""
-    now, drawn, draw = [0.0], list[str](), areas.ScreenArea.draw
-    monkeypatch.setattr(areas, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock, drawn, draw = Clock(), list[str](), areas.ScreenArea.draw
+    monkeypatch.setattr(areas, "time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr(areas.ScreenArea, "draw", lambda *given: drawn.append(draw(*given)) or drawn[-1])
     log = open_log(terminal)
     log.progress(at(1))
@@ -243,7 +244,7 @@ def test_steps_are_drawn_by_a_clock_and_not_one_by_one(
         logger.info(line)
         terminal.wait_for("the line", shows(line, "step  1/4000"))
     assert len(drawn) == 1
-    now[0] = areas.REFRESH_S
+    clock.now = areas.REFRESH_S
     logger.info("goodbye")
     terminal.wait_for("the newest step", shows("goodbye", "step  1000/4000"))
     assert len(drawn) == 2

@@ -128,6 +128,19 @@ DAMAGE = [
 ]
 
 
+@pytest.mark.parametrize(("name", "content", "message"), DAMAGE)
+def test_a_damaged_file_is_named(
+    name: str, content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = leave_run(tmp_path / "run")
+    (run / name).write_text(content)
+    assert main(["report", str(run)]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert f"where: {run / name}" in told
+    assert not (run / "report.html").exists()
+
+
 def test_commands_can_be_typed_whatever_the_folder_is_called(tmp_path: Path) -> None:
     run = leave_run(tmp_path / "it's a run")
     (run / "final_checkpoint").mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,11 @@ def running(folder: Path, *, agents: int = 2, total: int | None = 60, **fields: 
     leave_run(folder, steps=20, agents=agents, status="running")
     leave_status(folder, "running", 20, total_steps=total, **fields)
     return folder
+
+
+def log(folder: Path, *records: Mapping[str, Any]) -> None:
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
 
 
 def test_a_run_that_trains(tmp_path: Path) -> None:
@@ -48,12 +54,10 @@ def test_the_speed_is_of_the_present_attempt(tmp_path: Path) -> None:
     later = [
         line | {"time": line["time"] + 5000 + 3 * line["step"]} for line in metrics(24, 2, attempt=2) if "epoch" in line
     ]
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in later[20:21])
+    log(folder, *later[20:21])
     leave_status(folder, "running", 21, attempt=2, total_steps=30)
     assert look_at(folder).steps_per_s == 1.0  # its only line says how long its steps took
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in later[21:])
+    log(folder, *later[21:])
     leave_status(folder, "running", 24, attempt=2, total_steps=30)
     found = look_at(folder)
     assert (found.steps_per_s, found.left_s) == (0.25, 24.0)
@@ -62,9 +66,8 @@ def test_the_speed_is_of_the_present_attempt(tmp_path: Path) -> None:
 
 def test_the_last_evaluation_and_then_the_result(tmp_path: Path) -> None:
     folder = running(tmp_path / "run")
-    with (folder / "metrics.jsonl").open("a") as file:
-        exact = {f"eval/{who}/exact_match": value for who, value in (("agent0", 0.2), ("agent1", 0.4), ("crowd", 0.5))}
-        file.write(json.dumps({"step": 20, "eval/crowd/nll": 0.25, **exact}) + "\n")
+    exact = {f"eval/{who}/exact_match": value for who, value in (("agent0", 0.2), ("agent1", 0.4), ("crowd", 0.5))}
+    log(folder, {"step": 20, "eval/crowd/nll": 0.25, **exact})
     assert scores(look_at(folder)) == "evaluation after step 20: crowd nll 0.25, exact match 0.500 (agents 0.300)"
     done = look_at(leave_run(tmp_path / "done"))
     assert scores(done) == "result, step 20: crowd nll 0.5, exact match 0.500 (agents 0.400)"
@@ -73,10 +76,9 @@ def test_the_last_evaluation_and_then_the_result(tmp_path: Path) -> None:
 def test_free_text_is_shown_by_its_nll(tmp_path: Path) -> None:
     """The exact match of free text is recorded too, but has no meaning."""
     folder = running(tmp_path / "run", judged_by="nll")
-    with (folder / "metrics.jsonl").open("a") as file:
-        names = ("agent0", "agent1", "crowd")
-        line = {f"eval/{who}/{each}": 0.25 for who in names for each in ("nll", "exact_match")}
-        file.write(json.dumps({"step": 20, **line, "eval/agent1/nll": 0.75}) + "\n")
+    names = ("agent0", "agent1", "crowd")
+    line = {f"eval/{who}/{each}": 0.25 for who in names for each in ("nll", "exact_match")}
+    log(folder, {"step": 20, **line, "eval/agent1/nll": 0.75})
     assert scores(look_at(folder)) == "evaluation after step 20: crowd nll 0.25 (agents 0.5)"
     assert look_at(folder).record()["evaluation"]["measure"] == "nll"
     done = leave_run(tmp_path / "done")
@@ -93,8 +95,7 @@ def test_other_objectives_are_shown_by_their_own_figures(tmp_path: Path) -> None
     line = {f"eval/{who}/{name}": x for who, x in values.items() for name in ("nll", "exact_match", "mse")}
     ranked = {f"eval/{who}/rewards/accuracies": value / 2 for who, value in values.items()}
     for folder in (pairs, heads, numbers):
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": 20, **line, **ranked}) + "\n")
+        log(folder, {"step": 20, **line, **ranked})
     told = "evaluation after step 20: crowd"
     assert scores(look_at(pairs)) == f"{told} nll 0.875, pairs ranked right 0.438 (agents 0.250)"
     assert look_at(pairs).record()["evaluation"]["measure"] == "rewards/accuracies"

@@ -40,11 +40,11 @@ CHATS: dict[str, tuple[Any, int, str | None, str | None]] = {
     "half a pair as a name": (b'{"model": "crowd", "\\ud83d": 1}', 400, None, None),
     "a list": (b"[]", 400, "invalid_type", None),
     "no model": ({"messages": [MESSAGE]}, 400, "missing_required_parameter", "model"),
-    "model a number": (chat(model=3), 400, "missing_required_parameter", "model"),
+    "model a number": (chat(model=3), 400, "invalid_type", "model"),
     "unknown model": (chat(model="gpt-5"), 404, "model_not_found", "model"),
     "{}": ({"model": "crowd"}, 400, "missing_required_parameter", "messages"),
-    "messages empty": (chat(messages=[]), 400, "missing_required_parameter", "messages"),
-    "messages a string": (chat(messages="hi"), 400, "missing_required_parameter", "messages"),
+    "messages empty": (chat(messages=[]), 400, "invalid_value", "messages"),
+    "messages a string": (chat(messages="hi"), 400, "invalid_type", "messages"),
     "a message a string": (chat(messages=["hi"]), 400, "invalid_type", "messages[0]"),
     "unknown role": (says("x", "king"), 400, "invalid_value", "messages[0].role"),
     "no content": (chat(messages=[{"role": "user"}]), 400, "missing_required_parameter", "messages[0].content"),
@@ -77,9 +77,6 @@ CHATS: dict[str, tuple[Any, int, str | None, str | None]] = {
     "logit_bias": (chat(logit_bias={"5": 1}), 400, "unsupported_parameter", "logit_bias"),
     "a typo": (chat(agents_per_promt=2), 400, "unknown_parameter", "agents_per_promt"),
     "a typo of ours": (chat(ci_llm={"agregator": "x"}), 400, "unknown_parameter", "ci_llm.agregator"),
-    "a field that left": (
-        chat(ci_llm={"agents_per_prompt": 2}), 400, "unknown_parameter", "ci_llm.agents_per_prompt",
-    ),
     "unknown aggregator": (chat(ci_llm={"aggregator": "x"}), 400, "invalid_value", "ci_llm.aggregator"),
     "a vote that draws": (
         chat(temperature=1, ci_llm={"aggregator": "majority"}), 400, "invalid_value", "ci_llm.aggregator",
@@ -101,6 +98,9 @@ COMPLETIONS: dict[str, tuple[Any, int, str | None, str | None]] = {
     "an empty list": ({"prompt": []}, 400, "invalid_value", "prompt"),
     "an empty prompt": ({"prompt": [[]]}, 400, "invalid_value", "prompt"),
     "an echo in pieces": ({"prompt": "x", "echo": True, "stream": True}, 400, "unsupported_value", "echo"),
+    "an echo of a vote": (
+        {"prompt": "x", "echo": True, "ci_llm": {"aggregator": "majority"}}, 400, "invalid_value", "ci_llm.aggregator",
+    ),
     "no tokens": ({"prompt": "x", "max_tokens": 0}, 400, "invalid_value", "max_tokens"),
     "a suffix": ({"prompt": "x", "suffix": "y"}, 400, "unsupported_parameter", "suffix"),
 }  # fmt: skip

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from ci_llm.errors import BadInput, CiLlmError, ModelError
 from ci_llm.serve import Options
 from ci_llm.serve.remote import of_engine
 from tests.serve.listening import Listening, chat
+from tests.support.http import JsonHandler, answering
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +62,7 @@ def test_agents_and_base_are_passed_through_and_streams_hold_the_whole_text(
 MODELS = ["some/base", "agent0", "agent1", "agent2"]
 
 
-class StandIn(BaseHTTPRequestHandler):
+class StandIn(JsonHandler):
     """Every agent writes a text of its own; `agent2` the one that both others find most probable."""
 
     models: list[str] = MODELS
@@ -73,11 +71,11 @@ class StandIn(BaseHTTPRequestHandler):
     choices = 99  # at most so many are sent back
     asked: list[dict[str, Any]]
 
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802 - the name of the standard library
         self.reply({"data": [{"id": name, "max_model_len": 64} for name in self.models]})
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+    def do_POST(self) -> None:  # noqa: N802 - the name of the standard library
+        body = self.body()
         self.asked.append(body)
         if self.status != 200:
             self.reply({"error": {"message": "no room"}}, self.status)
@@ -94,28 +92,12 @@ class StandIn(BaseHTTPRequestHandler):
         logprobs = {"token_logprobs": [None, *given[1:], -0.5]} if self.echoes else None
         return {"index": index, "text": "", "finish_reason": "length", "logprobs": logprobs}
 
-    def reply(self, found: dict[str, Any], status: int = 200) -> None:
-        body = json.dumps(found).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
 
 @pytest.fixture
 def stand_in() -> Iterator[tuple[str, type[StandIn]]]:
     kind = type("OneStandIn", (StandIn,), {"asked": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), kind)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", kind
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with answering(kind) as url:
+        yield url, kind
 
 
 def test_a_vote_takes_2k_requests_and_a_majority_k(stand_in: tuple[str, type[StandIn]], saved: Path) -> None:

@@ -14,6 +14,7 @@ import termios
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -134,3 +135,10 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     """Nothing of these is left, once they have had the time that a KILL takes."""
     _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def ran(folder: Path, *arguments: str | Path, code: int = 0, **options: Any) -> Terminal:
+    """A supervisor that has ended with this exit code; for the options see `Terminal`."""
+    with Terminal(*arguments, cwd=folder, **options) as terminal:
+        assert terminal.wait() == code, terminal.text
+    return terminal

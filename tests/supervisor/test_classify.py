@@ -14,15 +14,12 @@ from ci_llm.core.run_status import Status
 from ci_llm.supervisor import child
 from ci_llm.supervisor.child import AttemptResult, _out_of_memory_kills
 from ci_llm.supervisor.classify import classify_by_output, classify_by_status
-from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Kind
+from tests.supervisor.heard import heard
 
 
 def result(*lines: str, **facts: Any) -> AttemptResult:
-    evidence = Evidence()
-    for line in lines:
-        evidence.note(line)
-    return AttemptResult(evidence, **{"returncode": 0, **facts})
+    return AttemptResult(heard(*lines), **{"returncode": 0, **facts})
 
 
 BOOM = ("Traceback (most recent call last):", '  File "fit.py", line 3, in <module>', "    main()", "ValueError: boom")
@@ -111,57 +108,30 @@ def failure(reason: str, message: str = "as planned", time: float = 1.0, process
     return Failure(reason, message, process, time, step=11)
 
 
+def failed(reason: str, message: str = "as planned", **facts: Any) -> tuple[Status, list[Failure], AttemptResult]:
+    """What an attempt wrote that failed for one reason, and its end."""
+    return status("failed", reason), [failure(reason, message)], result(**{"returncode": 1, **facts})
+
+
+LOST = [failure("peer_lost", time=1.0), failure("out_of_memory", time=2.0, process=1)]
+KILLED = "DataLoader worker (pid 3) is killed by signal: Killed."
+
+
 @pytest.mark.parametrize(
     ("told", "failures", "end", "kind", "detail"),
     [
         (status("completed"), [], result(returncode=1), "completed", "step 12"),
         (status("interrupted", "walltime"), [], result(), "interrupted", "walltime, step 12"),
-        (status("failed", "nonfinite"), [failure("nonfinite")], result(returncode=1), "nonfinite", "nonfinite: as"),
-        (status("failed", "hang"), [failure("hang")], result(returncode=1), "hang", "hang: as planned"),
-        (
-            status("failed", "peer_lost"),
-            [failure("peer_lost", time=1.0), failure("out_of_memory", time=2.0, process=1)],
-            result(returncode=1),
-            "out_of_memory",
-            "out_of_memory: as planned",
-        ),
-        (
-            status("failed", "error:OutOfMemoryError"),
-            [failure("error:OutOfMemoryError")],
-            result(returncode=1),
-            "out_of_memory",
-            "error:OutOfMemoryError",
-        ),
-        (
-            status("failed", "error:OSError"),
-            [failure("error:OSError", "[Errno 28] No space left on device")],
-            result(returncode=1),
-            "disk_full",
-            "[Errno 28]",
-        ),
-        (
-            status("failed", "all_trials_failed"),
-            [failure("all_trials_failed")],
-            result(returncode=2),
-            "refused",
-            "all_trials_failed: as planned",
-        ),
-        (status("failed", "error:KeyError"), [failure("error:KeyError")], result(returncode=1), "crashed", "error:"),
+        (*failed("nonfinite"), "nonfinite", "nonfinite: as"),
+        (*failed("hang"), "hang", "hang: as planned"),
+        (status("failed", "peer_lost"), LOST, result(returncode=1), "out_of_memory", "out_of_memory: as planned"),
+        (*failed("error:OutOfMemoryError"), "out_of_memory", "error:OutOfMemoryError"),
+        (*failed("error:OSError", "[Errno 28] No space left on device"), "disk_full", "[Errno 28]"),
+        (*failed("all_trials_failed", returncode=2), "refused", "all_trials_failed: as planned"),
+        (*failed("error:KeyError"), "crashed", "error:"),
         (status("vanished", "no heartbeat"), [], result(returncode=-9), "killed", "no word after step 12"),
-        (
-            status("failed", "peer_lost"),
-            [failure("peer_lost")],
-            result(returncode=1, memory_pressure=True),
-            "out_of_memory",
-            "peer_lost: as planned, while memory was short",
-        ),
-        (
-            status("failed", "error:RuntimeError"),
-            [failure("error:RuntimeError", "DataLoader worker (pid 3) is killed by signal: Killed.")],
-            result(returncode=1),
-            "killed",
-            "error:RuntimeError: DataLoader worker",
-        ),
+        (*failed("peer_lost", memory_pressure=True), "out_of_memory", "peer_lost: as planned, while memory was short"),
+        (*failed("error:RuntimeError", KILLED), "killed", "error:RuntimeError: DataLoader worker"),
         (status("running"), [], result(returncode=1), "killed", "no word after step 12"),  # on another machine
         (status("running"), [], result(stop_reason="hang", returncode=-9), "hang", "no heartbeat and no output"),
         (None, [], result(), "completed", "nothing was left to do"),

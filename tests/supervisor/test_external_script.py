@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -19,7 +21,7 @@ from ci_llm.supervisor.external_script import ExternalScript, Resumption
 from ci_llm.supervisor.options import parse_options
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Decision
-from tests.supervisor.terminal import DEADLINE_S, SCRIPTS, Terminal, assert_gone
+from tests.supervisor.terminal import DEADLINE_S, SCRIPTS, Terminal, assert_gone, ran
 from tests.support.campaign import first_fast
 
 CONFIG = """\
@@ -52,8 +54,7 @@ def assert_clean(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_nan_in_a_bar_divides_the_learning_rate_although_the_script_exits_0(folder: Path) -> None:
-    with Terminal("--train-script", SCRIPTS / "diverges.py", cwd=folder) as terminal:
-        assert terminal.wait() == 0, terminal.text
+    terminal = ran(folder, "--train-script", SCRIPTS / "diverges.py")
     told = log_of(folder)
     assert "attempt 1 of 11" in told
     assert "nonfinite: Training GNN: 1/3 [00:00<00:00, 9.80it/s, Loss=nan, Accuracy=0.8456]" in told
@@ -65,8 +66,7 @@ def test_nan_in_a_bar_divides_the_learning_rate_although_the_script_exits_0(fold
 
 @pytest.mark.slow
 def test_out_of_memory_divides_the_batch_and_what_scales_with_it(folder: Path) -> None:
-    with Terminal("--train-script", SCRIPTS / "too_big.py", cwd=folder) as terminal:
-        assert terminal.wait() == 0, terminal.text
+    terminal = ran(folder, "--train-script", SCRIPTS / "too_big.py")
     assert "fits 14.0 222.0" in terminal.text
     told = log_of(folder)
     assert "training.meta_batch_size: 32 -> 21" in told
@@ -108,8 +108,7 @@ def test_secrets_on_the_command_line_arrive_and_are_written_nowhere(folder: Path
     )
     words = ["--api-key", "hunter2", "--hub.token=hunter3", "n=1"]
     command = ["--goes-on-from", "*.pt", "--on-retry", "--token hunter4", "--", sys.executable, "peek.py", *words]
-    with Terminal(*command, cwd=folder) as terminal:
-        assert terminal.wait() == 0, terminal.text
+    terminal = ran(folder, *command)
     for told in (log_of(folder), terminal.text):
         assert "peek.py --api-key '***' '--hub.token=***' n=1" in told
         assert "hunter" not in told
@@ -118,8 +117,7 @@ def test_secrets_on_the_command_line_arrive_and_are_written_nowhere(folder: Path
 @pytest.mark.slow
 def test_an_unknown_crash_is_tried_three_times(folder: Path) -> None:
     (folder / "crash.py").write_text("print('half way')\nraise SystemExit('no such luck')\n")
-    with Terminal("--train-script", "crash.py", cwd=folder, hasty=True) as terminal:
-        assert terminal.wait() == 1, terminal.text
+    ran(folder, "--train-script", "crash.py", code=1, hasty=True)
     told = log_of(folder)
     assert told.count("crashed: exit code 1: no such luck") == 6  # as they ended, and in the analysis
     assert "giving up: 3 attempts in a row without progress" in told
@@ -128,8 +126,7 @@ def test_an_unknown_crash_is_tried_three_times(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_bytes_pass_unchanged_and_both_streams_are_terminals(folder: Path) -> None:
-    with Terminal("--train-script", SCRIPTS / "bar.py", cwd=folder) as terminal:
-        assert terminal.wait() == 0, terminal.text
+    terminal = ran(folder, "--train-script", SCRIPTS / "bar.py")
     said = terminal.output
     assert b"True True\n" in said
     assert said.count(b"\r  0%|") == 1
@@ -170,8 +167,7 @@ def test_a_command_gets_its_keys_rewritten_or_appended(folder: Path) -> None:
         "print('Loss=nan' if lr > 1e-4 else 'fine')\n"
     )
     command = ["--lr-key", "lr", "--", sys.executable, "fit.py", "--lr", "2e-4", "--name", "x"]
-    with Terminal(*command, cwd=folder) as terminal:
-        assert terminal.wait() == 0, terminal.text
+    terminal = ran(folder, *command)
     assert "['--lr', '2e-4', '--name', 'x']" in terminal.text
     assert "['--lr', '0.00013333333', '--name', 'x']" in terminal.text
 
@@ -184,8 +180,7 @@ def test_a_file_behind_a_flag(folder: Path) -> None:
         "print('Loss=nan' if '2e-4' in text else text)\n"
     )
     words = ["--train-script", "fit.py", "--config-flag=--conf", "--config", "my.yaml", "--lr-key", "optim.lr", "x=1"]
-    with Terminal(*words, cwd=folder) as terminal:
-        assert terminal.wait() == 0, terminal.text
+    terminal = ran(folder, *words)
     assert "['--conf', 'my.yaml', 'x=1']" in terminal.text
     assert re.search(r"\['--conf', 'my_retry_1_\w+\.yaml', 'x=1'\]", terminal.text)
     assert "optim:\n  lr: 0.00013333333\nbatch_size: 8\n" in terminal.text
@@ -218,8 +213,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def test_hydra_with_values_in_groups(hydra_folder: Path) -> None:
     before = files_of(hydra_folder)
     words = ["--train-script", SCRIPTS / "hydra_fit.py", "--config-path", "conf", "model=gnn"]
-    with Terminal(*words, cwd=hydra_folder) as terminal:
-        assert terminal.wait() == 0, terminal.text
+    terminal = ran(hydra_folder, *words)
     said = [line for line in terminal.text.splitlines() if line.startswith("model=")]
     assert said == [
         "model=gnn lr=0.0002 batch=32 product=500",
@@ -233,13 +227,18 @@ def test_hydra_with_values_in_groups(hydra_folder: Path) -> None:
 # No process left
 
 
+@contextmanager
+def stubborn(folder: Path, *words: str) -> Iterator[tuple[Terminal, list[psutil.Process]]]:
+    """A script that ignores signals, and its processes, once all of them are there."""
+    with Terminal("--train-script", SCRIPTS / "stubborn.py", *words, cwd=folder) as terminal:
+        terminal.read_until("ready")
+        yield terminal, terminal.descendants()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_script_that_ignores_it_and_its_children(folder: Path, number: int) -> None:
-    words = ["--train-script", SCRIPTS / "stubborn.py", "--grace", "0.3"]
-    with Terminal(*words, cwd=folder) as terminal:
-        terminal.read_until("ready")
-        processes = terminal.descendants()
+    with stubborn(folder, "--grace", "0.3") as (terminal, processes):
         assert len(processes) == 6  # shim, script, two children, grandchild, orphan
         terminal.signal(number)
         assert terminal.wait() == 75, terminal.text
@@ -252,9 +251,7 @@ def test_a_signal_ends_a_script_that_ignores_it_and_its_children(folder: Path, n
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_kills_at_once(folder: Path) -> None:
-    with Terminal("--train-script", SCRIPTS / "stubborn.py", "--grace", "600", cwd=folder) as terminal:
-        terminal.read_until("ready")
-        processes = terminal.descendants()
+    with stubborn(folder, "--grace", "600") as (terminal, processes):
         terminal.signal(signal.SIGINT)
         terminal.read_until("again to abort now")
         terminal.signal(signal.SIGINT)
@@ -266,8 +263,7 @@ def test_a_second_ctrl_c_kills_at_once(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_request_to_save_is_not_mistaken_for_one_to_stop(folder: Path) -> None:
-    with Terminal("--train-script", SCRIPTS / "stubborn.py", "--grace", "0", cwd=folder) as terminal:
-        terminal.read_until("ready")
+    with stubborn(folder, "--grace", "0") as (terminal, _):
         terminal.signal(signal.SIGUSR1)
         terminal.read_until("SIGUSR1 is for the training")
         terminal.signal(signal.SIGTERM)
@@ -297,25 +293,21 @@ def test_orphans_that_have_ended_do_not_pile_up(folder: Path) -> None:
         "while len(shim.children()) > 1 and time.monotonic() < until:\n    time.sleep(0.01)\n"
         "print('children of the shim:', len(shim.children()))\n"
     )
-    with Terminal("--train-script", "leaves.py", cwd=folder) as terminal:
-        assert terminal.wait() == 0, terminal.text
+    terminal = ran(folder, "--train-script", "leaves.py")
     assert "children of the shim: 1" in terminal.text
 
 
 @pytest.mark.slow
 def test_processes_that_a_script_leaves_behind_are_ended(folder: Path) -> None:
     words = ["--train-script", SCRIPTS / "stubborn.py", "--grace", "0", "end"]
-    with Terminal(*words, cwd=folder) as terminal:
-        assert terminal.wait() == 0, terminal.text
+    ran(folder, *words)
     assert "completed" in log_of(folder)
     assert "had to be killed: python" in log_of(folder)
 
 
 @pytest.mark.slow
 def test_nothing_survives_a_kill_of_the_supervisor(folder: Path) -> None:
-    with Terminal("--train-script", SCRIPTS / "stubborn.py", "--grace", "0.3", cwd=folder) as terminal:
-        terminal.read_until("ready")
-        processes = terminal.descendants()
+    with stubborn(folder, "--grace", "0.3") as (terminal, processes):
         terminal.signal(signal.SIGKILL)
         terminal.wait()
         assert_gone(processes)
@@ -323,9 +315,7 @@ def test_nothing_survives_a_kill_of_the_supervisor(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_nothing_survives_a_kill_of_the_shim(folder: Path) -> None:
-    with Terminal("--train-script", SCRIPTS / "stubborn.py", "--max-retries", 0, cwd=folder) as terminal:
-        terminal.read_until("ready")
-        processes = terminal.descendants()
+    with stubborn(folder, "--max-retries", "0") as (terminal, processes):
         psutil.Process(terminal.process.pid).children()[0].kill()
         assert terminal.wait() == 1
         assert_gone(processes)
@@ -372,8 +362,7 @@ def test_a_full_disk_under_our_output_does_not_stop_the_training(folder: Path) -
 )
 def test_a_bad_call_is_explained_with_exit_code_2(folder: Path, words: list[str], told: list[str]) -> None:
     (folder / "fit.py").write_text("")
-    with Terminal(*words, cwd=folder) as terminal:
-        assert terminal.wait() == 2, terminal.text
+    terminal = ran(folder, *words, code=2)
     assert "Traceback" not in terminal.text
     for part in told:
         assert part in terminal.text

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ci_llm.supervisor.loop import FILE_ONLY, SupervisorLog
-from tests.supervisor.terminal import DEADLINE_S, SCRIPTS, Terminal
+from tests.supervisor.terminal import DEADLINE_S, SCRIPTS, ran
 
 GOLDEN = """\
 <time> configuration: configs/config.yaml, which stays as it is
@@ -67,8 +67,7 @@ def test_the_log_of_a_whole_supervision(tmp_path: Path) -> None:
     (tmp_path / "configs" / "config.yaml").write_text("training:\n  learning_rate: 2e-4\n  meta_batch_size: 32\n")
     for name in ("moody.py", "settings.py"):
         (tmp_path / name).write_text((SCRIPTS / name).read_text())
-    with Terminal("--train-script", "moody.py", "model=gnn", cwd=tmp_path, hasty=True) as terminal:
-        assert terminal.wait() == 0, terminal.text
+    ran(tmp_path, "--train-script", "moody.py", "model=gnn", hasty=True)
     assert normalised((tmp_path / "safe_train.log").read_text(), tmp_path) == GOLDEN
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ci_llm.supervisor.output_scan import Evidence
+from tests.supervisor.heard import heard
 
 ENDS = yaml.safe_load(Path(__file__).with_name("ends.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end["told"])
 def test_the_exception_is_found(end: dict[str, str]) -> None:
-    evidence = heard(end["output"])
+    evidence = heard(*end["output"].splitlines())
     assert evidence.exception == end["told"]
     assert evidence.last_words == end["told"]
 
@@ -31,19 +31,12 @@ def test_the_exception_is_found(end: dict[str, str]) -> None:
     ],
 )
 def test_without_an_exception_the_last_words_count(output: str, words: str) -> None:
-    evidence = heard(output)
+    evidence = heard(*output.splitlines())
     assert evidence.exception is None
     assert evidence.last_words == words
 
 
 def test_an_exception_of_long_ago_did_not_end_the_script() -> None:
-    evidence = heard("Traceback (most recent call last):\nKeyError: 3" + "\nnext epoch" * 1000)
+    evidence = heard("Traceback (most recent call last):", "KeyError: 3", *["next epoch"] * 1000)
     assert evidence.exception is None
     assert evidence.last_words == "next epoch"
-
-
-def heard(output: str) -> Evidence:
-    evidence = Evidence()
-    for line in output.splitlines():
-        evidence.note(line)
-    return evidence

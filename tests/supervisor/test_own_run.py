@@ -8,11 +8,12 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -28,7 +29,7 @@ from ci_llm.supervisor import own_run
 from ci_llm.supervisor.child import AttemptResult
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.policy import Outcome, Policy, decide
-from tests.supervisor.terminal import ROOT, SCRIPTS, Terminal
+from tests.supervisor.terminal import ROOT, SCRIPTS, Terminal, ran
 from tests.support.campaign import first_fast, sampled, size
 from tests.support.children import PYTHONPATH
 
@@ -157,8 +158,7 @@ def test_the_real_trainer_is_interrupted_and_resumes(tmp_path: Path, launcher: l
 )
 def test_a_wrong_configuration_is_refused_at_once(tmp_path: Path, words: list[str], told: list[str]) -> None:
     script = [] if "--" in words else ["--train-script", SCRIPTS / "light_trainer.py"]
-    with Terminal(*script, *words, cwd=tmp_path) as terminal:
-        assert terminal.wait() == 2, terminal.text
+    terminal = ran(tmp_path, *script, *words, code=2)
     assert os.listdir(tmp_path) == []
     for part in told:
         assert part in terminal.text
@@ -167,13 +167,22 @@ def test_a_wrong_configuration_is_refused_at_once(tmp_path: Path, words: list[st
 # A run that gives no sign of life
 
 
-def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, **status: Any) -> own_run.OwnRun:
-    monkeypatch.chdir(folder)
-    run = own_run.OwnRun(["true"], ["output_dir=run"])
-    run.begin_attempt()
-    (folder / "run").mkdir()
-    tell(folder, **status)
-    return run
+Begin: TypeAlias = Callable[..., own_run.OwnRun]
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
+    """Begins the first attempt of a run in the folder `run`, which writes such a status."""
+    monkeypatch.chdir(tmp_path)
+
+    def begin_run(**status: Any) -> own_run.OwnRun:
+        run = own_run.OwnRun(["true"], ["output_dir=run"])
+        run.begin_attempt()
+        (tmp_path / "run").mkdir()
+        tell(tmp_path, **status)
+        return run
+
+    return begin_run
 
 
 def tell(folder: Path, **status: Any) -> None:
@@ -198,34 +207,31 @@ def checkpoint(folder: Path, *steps: int) -> None:
         store.save(step, {"weights": FileImage((bytes(8),))})
 
 
-def test_a_request_to_save_without_a_trainer_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no training on this machine" in run_in(tmp_path, monkeypatch, pid_space="another machine").request_save()
-    (tmp_path / "run" / "status.json").unlink()
-    (tmp_path / "run").rmdir()
-    assert "no training on this machine" in run_in(tmp_path, monkeypatch, status="completed").request_save()
-
-
-def test_a_request_to_save_is_not_sent_to_another_process_with_the_trainers_pid(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"pid_space": "another machine"},
+        {"status": "completed"},
+        {"pid": os.getppid()},  # that of a trainer that has ended, and which a stranger has now
+    ],
+    ids=str,
+)
+def test_a_request_to_save_without_a_trainer_is_reported(
+    status: dict[str, Any], begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that is not a descendant of the supervisor has the pid of a trainer that has ended."""
     monkeypatch.setattr(own_run, "send", lambda *_: pytest.fail("a stranger got the signal"))
-    assert "no training on this machine" in run_in(tmp_path, monkeypatch, pid=os.getppid()).request_save()
+    assert "no training on this machine" in begin(**status).request_save()
 
 
-def test_a_run_that_resumes_from_elsewhere_loses_nothing_by_a_stop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_resumes_from_elsewhere_loses_nothing_by_a_stop(begin: Begin) -> None:
     """Its status names the step from which the same command resumes, a step that its own folder does not hold."""
-    run = run_in(tmp_path, monkeypatch, status="interrupted", reason="signal:SIGTERM", step=500)
+    run = begin(status="interrupted", reason="signal:SIGTERM", step=500)
     outcome = run.classify(AttemptResult(Evidence(), returncode=0))
     assert (outcome.kind, outcome.detail, outcome.progress) == ("interrupted", "signal:SIGTERM, step 500", False)
 
 
-def test_a_failure_that_cannot_be_read_is_a_crash_and_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = run_in(tmp_path, monkeypatch, status="failed", reason="error:OSError")
+def test_a_failure_that_cannot_be_read_is_a_crash_and_ends_nothing(tmp_path: Path, begin: Begin) -> None:
+    run = begin(status="failed", reason="error:OSError")
     write_failure(tmp_path / "run", 1, 0, Failure("nonfinite", "as planned", 0, 1.0)).write_text("{")
     outcome = run.classify(AttemptResult(Evidence(), returncode=1))
     assert (outcome.kind, outcome.detail.partition(":")[0]) == ("crashed", "unreadable")
@@ -245,11 +251,9 @@ def test_checkpoints_from_before_a_rollback_are_not_progress(tmp_path: Path, mon
     assert run.classify(AttemptResult(Evidence(), returncode=1)).progress
 
 
-def test_a_kill_in_an_evaluation_does_not_cut_the_batch_of_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_in_an_evaluation_does_not_cut_the_batch_of_the_training(tmp_path: Path, begin: Begin) -> None:
     """The next attempt cuts the evaluation by itself, down to one row at a time."""
-    run = run_in(tmp_path, monkeypatch, phase="evaluation", evaluation_batch_size=64, micro_batch_size=16)
+    run = begin(phase="evaluation", evaluation_batch_size=64, micro_batch_size=16)
     assert run._micro_batch_size() == 64
     told = run.adjust(decide([], Outcome("out_of_memory", batch_size=64), Policy()), 1)
     assert told == ["evaluation: fewer than 64 rows at a time; the training stays as it is"]
@@ -263,8 +267,8 @@ def clock_of(module: ModuleType, monkeypatch: pytest.MonkeyPatch, **readings: fl
     monkeypatch.setattr(module, "time", SimpleNamespace(**stopped))
 
 
-def test_a_run_with_a_heartbeat_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, started = run_in(tmp_path, monkeypatch), time.monotonic()
+def test_a_run_with_a_heartbeat_does_not_hang(tmp_path: Path, begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, started = begin(), time.monotonic()
     for hour in range(3):  # in which it says nothing
         tell(tmp_path, heartbeat=time.time() + hour)
         clock_of(own_run, monkeypatch, monotonic=started + 3600 * hour)
@@ -273,8 +277,8 @@ def test_a_run_with_a_heartbeat_does_not_hang(tmp_path: Path, monkeypatch: pytes
     assert run.stop_order(Evidence()) == ("SIGKILL", "hang")
 
 
-def test_a_clock_that_jumps_is_not_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, started, now = run_in(tmp_path, monkeypatch), time.monotonic(), time.time()
+def test_a_clock_that_jumps_is_not_a_hang(tmp_path: Path, begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, started, now = begin(), time.monotonic(), time.time()
     for look in range(3):
         tell(tmp_path, heartbeat=now + 100 * look)
         for module in (own_run, run_status):
@@ -282,8 +286,8 @@ def test_a_clock_that_jumps_is_not_a_hang(tmp_path: Path, monkeypatch: pytest.Mo
         assert run.stop_order(Evidence()) is None
 
 
-def test_a_status_that_cannot_be_read_is_not_a_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_in(tmp_path, monkeypatch)
+def test_a_status_that_cannot_be_read_is_not_a_completion(tmp_path: Path, begin: Begin) -> None:
+    run = begin()
     (tmp_path / "run" / "status.json").write_text("{")
     outcome = run.classify(AttemptResult(Evidence(), returncode=0))
     assert (outcome.kind, outcome.detail.partition(":")[0]) == ("crashed", "status.json")

@@ -19,6 +19,7 @@ from ci_llm.supervisor.output_scan import (
     says_nonfinite,
     wandb_run,
 )
+from tests.supervisor.heard import heard
 from tests.support.campaign import drawn, size
 
 
@@ -43,8 +44,7 @@ LEAST_RECALL = 0.9
 
 def verdicts(line: str) -> set[str]:
     """What the supervisor makes of the line."""
-    evidence = Evidence()
-    evidence.note(line)
+    evidence = heard(line)
     return {
         *(["nonfinite"] if evidence.nonfinite else []),
         *(["out_of_memory"] if evidence.out_of_memory else []),
@@ -159,9 +159,7 @@ def test_wandb_runs(line: str, run: WandbRun | None) -> None:
 
 
 def test_colours_do_not_hide_anything() -> None:
-    evidence = Evidence()
-    evidence.note("\x1b[1mtrain\x1b[0m/\x1b[31mloss\x1b[0m: \x1b[2Knan")
-    assert evidence.nonfinite == "train/loss: nan"
+    assert heard("\x1b[1mtrain\x1b[0m/\x1b[31mloss\x1b[0m: \x1b[2Knan").nonfinite == "train/loss: nan"
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 1000])
@@ -176,9 +174,7 @@ def test_lines_are_the_same_in_whatever_pieces_they_arrive(length: int) -> None:
 
 
 def test_the_first_sign_and_the_last_lines_are_kept() -> None:
-    evidence = Evidence()
-    for step in range(100):
-        evidence.note(f"step {step} Loss={'nan' if step in (70, 80) else step}")
+    evidence = heard(*(f"step {step} Loss={'nan' if step in (70, 80) else step}" for step in range(100)))
     assert evidence.nonfinite == "step 70 Loss=nan"
     assert [*evidence.last_lines][-1] == "step 99 Loss=99"
     assert len(evidence.last_lines) == RECENT_LINES
@@ -186,8 +182,7 @@ def test_the_first_sign_and_the_last_lines_are_kept() -> None:
 
 
 def test_a_script_that_continues_after_out_of_memory_has_recovered() -> None:
-    evidence = Evidence()
-    evidence.note("CUDA out of memory")
+    evidence = heard("CUDA out of memory")
     assert evidence.ended_out_of_memory(failed=False)
     for step in range(RECENT_LINES):
         evidence.note(f"step {step}")

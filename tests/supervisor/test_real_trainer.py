@@ -9,7 +9,7 @@ import pytest
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.core.run_folder import read_failures, read_recovery
 from ci_llm.core.run_status import read_status
-from tests.supervisor.terminal import Terminal
+from tests.supervisor.terminal import ran
 from tests.support.children import PYTHONPATH
 from tests.support.faults import KEYS, Fault, fired, metrics
 
@@ -36,8 +36,7 @@ def supervise(folder: Path, fault: Fault, cut: str, **keys: object) -> str:
     (folder / "configs.yaml").touch()  # the defaults, and not the project's own
     words = [f"{key}={value}" for key, value in (KEYS | keys).items()]
     env = {"PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-    with Terminal("--train-script", "train.py", *words, cwd=folder, hasty=True, env=env) as terminal:
-        assert terminal.wait() == 0, terminal.text
+    ran(folder, "--train-script", "train.py", *words, hasty=True, env=env)
     assert fired(folder)
     assert read_status(folder / "run").status == "completed"
     return (folder / "safe_train.log").read_text()

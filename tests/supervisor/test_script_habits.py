@@ -14,14 +14,12 @@ from ci_llm.errors import ConfigError
 from ci_llm.supervisor.external_script import ExternalScript, Resumption
 from ci_llm.supervisor.options import parse_options
 from ci_llm.supervisor.script_settings import with_file
-from tests.supervisor.terminal import SCRIPTS, Terminal, assert_gone
+from tests.supervisor.terminal import SCRIPTS, Terminal, assert_gone, ran
 
 
-def run(folder: Path, *words: str | Path, code: int = 0) -> str:
+def run(folder: Path, *words: str | Path) -> str:
     """The whole output of a supervision."""
-    with Terminal(*words, cwd=folder, hasty=True) as terminal:
-        assert terminal.wait() == code, terminal.text
-    return terminal.text
+    return ran(folder, *words, hasty=True).text
 
 
 def commands(told: str) -> list[str]:

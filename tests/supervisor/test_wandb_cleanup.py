@@ -12,7 +12,8 @@ import pytest
 from ci_llm.supervisor import wandb_cleanup
 from ci_llm.supervisor.output_scan import Evidence
 from ci_llm.supervisor.wandb_cleanup import WandbCleanup
-from tests.supervisor.terminal import Terminal
+from tests.supervisor.heard import heard
+from tests.supervisor.terminal import ran
 from tests.supervisor.wandb_server import WandbServer
 
 KEY = "0123456789" * 4
@@ -24,7 +25,7 @@ class FakeTask:
     def __init__(self, done: bool = True, **results: str) -> None:
         self.done, self.results, self.asked = done, results, list[str]()
 
-    def __call__(self, module: str, arguments: Sequence[str], *, timeout_s: float) -> tuple[bool, str]:
+    def __call__(self, module: str, arguments: Sequence[str], *, timeout_s: float) -> str:
         assert module == "wandb_cleanup"
         assert float(arguments[0]) <= time.time()
         self.asked += arguments[1:]
@@ -33,14 +34,19 @@ class FakeTask:
             why = self.results.get(path.rpartition("/")[2])
             stays = f"the W&B run of a failed attempt stays: {path} ({why})"
             lines.append(f"ci_llm: {stays if why else f'deleted the W&B run of a failed attempt: {path}'}")
-        return self.done, "\n".join([*lines, "wandb.errors.UsageError: api_key not configured"])
+        return "\n".join([*lines, "wandb.errors.UsageError: api_key not configured"])
 
 
-def said(*lines: str) -> Evidence:
-    evidence = Evidence()
-    for line in lines:
-        evidence.note(line)
-    return evidence
+def told(task: FakeTask, *failed: Evidence, kept: Evidence | None = None, **environ: str) -> list[str]:
+    """The lines of a cleanup after these attempts."""
+    runs = WandbCleanup(environ)
+    for evidence in failed:
+        runs.note(evidence, failed=True)
+    if kept is not None:
+        runs.note(kept, failed=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wandb_cleanup, "run_task", task)
+        return runs.delete_failed(timeout_s=1)
 
 
 def url(run: str) -> str:
@@ -48,25 +54,18 @@ def url(run: str) -> str:
 
 
 def test_only_runs_of_failed_attempts_are_deleted() -> None:
-    run_task = FakeTask()
-    runs = WandbCleanup({}, run_task)
-    runs.note(said(url("one"), url("two")), failed=True)
-    runs.note(said(url("three")), failed=False)
-    assert runs.delete_failed(timeout_s=1) == [
+    task = FakeTask()
+    assert told(task, heard(url("one"), url("two")), kept=heard(url("three"))) == [
         "deleted the W&B run of a failed attempt: team/project/one",
         "deleted the W&B run of a failed attempt: team/project/two",
     ]
-    assert run_task.asked == ["team/project/one", "team/project/two"]
+    assert task.asked == ["team/project/one", "team/project/two"]
 
 
 def test_a_run_that_is_resumed_stays() -> None:
-    run_task = FakeTask()
-    runs = WandbCleanup({}, run_task)
-    runs.note(said("wandb: Resuming run calm-sky-3", url("older")), failed=True)
-    runs.note(said(url("same")), failed=True)
-    runs.note(said("wandb: Resuming run calm-sky-3", url("same")), failed=False)
-    assert runs.delete_failed(timeout_s=1) == []
-    assert run_task.asked == []
+    task, resumed = FakeTask(), "wandb: Resuming run calm-sky-3"
+    assert told(task, heard(resumed, url("older")), heard(url("same")), kept=heard(resumed, url("same"))) == []
+    assert task.asked == []
 
 
 def test_what_the_output_does_not_name_is_in_the_environment() -> None:
@@ -76,23 +75,16 @@ def test_what_the_output_does_not_name_is_in_the_environment() -> None:
         ({"WANDB_PROJECT": "p"}, ["p/abc"]),
         ({}, []),
     ):
-        run_task = FakeTask()
-        runs = WandbCleanup(environ, run_task)
-        runs.note(said(line), failed=True)
-        told = runs.delete_failed(timeout_s=1)
-        assert run_task.asked == asked
-        assert len(told) == 1
-    assert told == ["W&B run abc of a failed attempt stays: no project is known (set WANDB_PROJECT)"]
+        task = FakeTask()
+        [answer] = told(task, heard(line), **environ)
+        assert task.asked == asked
+    assert answer == "W&B run abc of a failed attempt stays: no project is known (set WANDB_PROJECT)"
 
 
 def test_a_failure_is_reported_and_not_raised() -> None:
-    runs = WandbCleanup({}, FakeTask(one="CommError: Could not find run"))
-    runs.note(said(url("one")), failed=True)
-    [line] = runs.delete_failed(timeout_s=1)
+    [line] = told(FakeTask(one="CommError: Could not find run"), heard(url("one")))
     assert line == "the W&B run of a failed attempt stays: team/project/one (CommError: Could not find run)"
-    runs = WandbCleanup({}, FakeTask(done=False))
-    runs.note(said(url("one")), failed=True)
-    [line] = runs.delete_failed(timeout_s=1)
+    [line] = told(FakeTask(done=False), heard(url("one")))
     assert line.endswith("(wandb.errors.UsageError: api_key not configured)")
 
 
@@ -123,13 +115,12 @@ def test_the_real_client_deletes_runs_of_failed_attempts(tmp_path: Path, keep: b
     fit(tmp_path, ["bad1", "bad2", "older", "good"])
     now = time.time()
     ages = {"bad1": now, "bad2": now, "older": now - 86400, "good": now, "stranger": now}
-    with WandbServer({f"team/project/{run}": created for run, created in ages.items()}) as server:
-        env = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "WANDB_CONFIG_DIR": str(tmp_path / "wandb")}
-        option = ["--no-delete-wandb-runs"] if keep else []
-        words = [*option, "--lr-key", "lr", "lr=1e-3", "--", sys.executable, "fit.py"]
-        with Terminal(*words, cwd=tmp_path, env=env) as terminal:
-            assert terminal.wait() == 0, terminal.text
+    server = WandbServer({f"team/project/{run}": created for run, created in ages.items()})
+    words = [*["--no-delete-wandb-runs"] * keep, "--lr-key", "lr", "lr=1e-3", "--", sys.executable, "fit.py"]
+    with server.serving() as url:
+        env = {"WANDB_BASE_URL": url, "WANDB_API_KEY": KEY, "WANDB_CONFIG_DIR": str(tmp_path / "wandb")}
+        ran(tmp_path, *words, env=env)
     assert server.deleted == ([] if keep else ["team/project/bad1", "team/project/bad2"])
-    told = (tmp_path / "safe_train.log").read_text()
-    assert ("deleted the W&B run of a failed attempt: team/project/bad2" in told) == (not keep)
-    assert ("stays: team/project/older (it is older than this supervision)" in told) == (not keep)
+    log = (tmp_path / "safe_train.log").read_text()
+    assert ("deleted the W&B run of a failed attempt: team/project/bad2" in log) == (not keep)
+    assert ("stays: team/project/older (it is older than this supervision)" in log) == (not keep)

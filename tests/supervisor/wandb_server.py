@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.support.http import JsonHandler, answering
 
 
 class WandbServer:
-    """A server on a free port of this machine; a context manager.
+    """The runs of a server, which answers within `serving`.
 
     Attributes:
         runs: "entity/project/id" -> unix time of creation; a deleted run is gone from it.
@@ -19,24 +20,18 @@ class WandbServer:
 
     def __init__(self, runs: dict[str, float]) -> None:
         self.runs, self.deleted = runs, list[str]()
+
+    @contextmanager
+    def serving(self) -> Iterator[str]:
+        """The address of the server."""
         server = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                answer = server._answer(json.loads(body)) if self.path == "/graphql" else {}
-                data = json.dumps({"data": answer}).encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+        class Handler(JsonHandler):
+            def do_POST(self) -> None:  # noqa: N802 - the name of the standard library
+                self.reply({"data": server._answer(self.body()) if self.path == "/graphql" else {}})
 
-            def log_message(self, format: str, *arguments: Any) -> None:
-                """Tests are quiet."""
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        with answering(Handler) as url:
+            yield url
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
         query, variables = request["query"], request.get("variables") or {}
@@ -70,11 +65,3 @@ class WandbServer:
             "historyKeys": None,
             "user": {"name": "me", "username": "me"},
         }
-
-    def __enter__(self) -> WandbServer:
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.shutdown()
-        self._http.server_close()

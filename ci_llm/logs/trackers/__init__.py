@@ -30,28 +30,21 @@ from ci_llm.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-PROJECT = "ci-llm"
-
-
 class TrackerKind:
     """One kind of tracker, as a run uses it. The methods here suit any tracker of Accelerate."""
 
     def project(self) -> str:
         """The project that Accelerate starts the tracker with."""
-        return os.environ.get("WANDB_PROJECT", PROJECT)
+        return os.environ.get("WANDB_PROJECT", "ci-llm")
 
     def settings(self, folder: Path, resumed_from: int, run_id: str | None) -> dict[str, Any]:
         """Arguments of the tracker's start.
 
         Args:
-            folder: the run's folder; a new run has `name_of(folder)`.
+            folder: the run's folder; a new run has `name_of(folder)`, and belongs to the group `group_of(folder)`.
             resumed_from: the step this attempt resumes from; 0 for a fresh start.
             run_id: what `run_id` returned in the previous attempt; None without one.
         """
-        return {}
-
-    def in_group(self, group: str) -> dict[str, Any]:
-        """More arguments of the tracker's start, for a run that belongs to a group of runs."""
         return {}
 
     def on_start(self, tracker: Any, objective: str) -> None:
@@ -75,11 +68,11 @@ class TrackerKind:
 
 def name_of(folder: Path) -> str:
     """The name of a new run: that of its folder, and for a segment of a sweep that of the sweep before it."""
-    sweep = _sweep_of(folder)
+    sweep = group_of(folder)
     return folder.name if sweep is None else f"{sweep}-{folder.name}"
 
 
-def _sweep_of(folder: Path) -> str | None:
+def group_of(folder: Path) -> str | None:
     """The name of the sweep that this run is a segment of; None for any other run."""
     above = folder.resolve().parent
     return above.parent.name if above.name == SEGMENTS else None
@@ -116,7 +109,7 @@ class Trackers:
     Args:
         accelerator: its trackers are replaced.
         names: the key `report_to`.
-        folder: the run's folder. The segments of a sweep are a group of runs.
+        folder: the run's folder.
         resumed_from: the step this attempt resumes from; 0 for a fresh start.
         saved_state: `state()` of the previous attempt.
         hyperparameters: plain values; they are shown once.
@@ -137,66 +130,54 @@ class Trackers:
     ) -> None:
         require_installed(names)
         accelerator.project_configuration.logging_dir = str(folder)  # TensorBoard writes below it
-        sweep = _sweep_of(folder)
-        self._trackers: dict[str, tuple[TrackerKind, Any]] = {}
+        self._trackers, self._ids = list[_Guarded](), dict[str, str]()
         for name in names:
             kind = find_kind(name)
-            settings = kind.settings(folder, resumed_from, saved_state.get(name))
-            if sweep is not None:
-                settings |= kind.in_group(sweep)
-            tracker = _start(accelerator, name, kind, settings)
+            tracker = _start(accelerator, name, kind, kind.settings(folder, resumed_from, saved_state.get(name)))
             kind.on_start(tracker, str(hyperparameters.get("objective", "sft")))
-            self._trackers[name] = kind, tracker
-            is_known = name in saved_state if kind.run_id(tracker) else resumed_from > 0
+            self._trackers.append(_Guarded(name, kind, tracker))
+            if run_id := kind.run_id(tracker):
+                self._ids[name] = run_id
+            is_known = name in saved_state if run_id else resumed_from > 0
             if not is_known:
                 kind.show_hyperparameters(tracker, hyperparameters)
-        self._accelerator = accelerator
-        accelerator.trackers = [_Guarded(name, self) for name in self._trackers]
+        self._accelerator, accelerator.trackers = accelerator, self._trackers
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
         """Send the numbers among `values`, under the names of metrics.jsonl and under those that Trainer has."""
         own = {key: value for key, value in values.items() if isinstance(value, int | float)}
         self._accelerator.log(own | _trainers_names(own), step=step)
 
-    def log_to(self, name: str, step: int, numbers: dict[str, int | float]) -> None:
-        """Send the numbers to one tracker, unless it has failed."""
-        if name in self._trackers:
-            kind, tracker = self._trackers[name]
-            self._call(name, partial(kind.log, tracker, step, numbers))
-
     def state(self) -> dict[str, str]:
-        """The ids of this run in its trackers, for the checkpoint."""
-        ids = {name: kind.run_id(tracker) for name, (kind, tracker) in self._trackers.items()}
-        return {name: run_id for name, run_id in ids.items() if run_id is not None}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The trackers that have not failed."""
-        return tuple(self._trackers)
+        """The ids of this run in its trackers, for the checkpoint; the next attempt may find one that has failed."""
+        return dict(self._ids)
 
     def finish(self) -> None:
         """Flush and close every tracker."""
-        for name, (_, tracker) in [*self._trackers.items()]:
-            self._call(name, tracker.finish)
+        for one in self._trackers:
+            one.call(one.tracker.finish)
         self._trackers.clear()
 
-    def _call(self, name: str, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - no error of a tracker may end the run
-            del self._trackers[name]
-            logger.warning(f"{name} failed and is left out from here on: {type(error).__name__}: {error}")
 
-
-@dataclass(frozen=True)
+@dataclass
 class _Guarded:
     """A tracker in Accelerate's list: where it fails it is left out, and the others go on."""
 
     name: str
-    trackers: Trackers
+    kind: TrackerKind
+    tracker: Any
+    has_failed: bool = False
 
     def log(self, values: dict[str, int | float], step: int) -> None:
-        self.trackers.log_to(self.name, step, values)
+        self.call(partial(self.kind.log, self.tracker, step, values))
+
+    def call(self, call: Callable[[], None]) -> None:
+        if not self.has_failed:
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 - no error of a tracker may end the run
+                self.has_failed = True
+                logger.warning(f"{self.name} failed and is left out from here on: {type(error).__name__}: {error}")
 
 
 #: Transformers' Trainer logs under these names what is ours under the others: dashboards and sweeps look for them.

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ci_llm.logs.trackers import TrackerKind, name_of
+from ci_llm.logs.trackers import TrackerKind, group_of, name_of
 
 
 class MLflow(TrackerKind):
     def settings(self, folder: Path, resumed_from: int, run_id: str | None) -> dict[str, Any]:
-        return {"run_id": run_id} if run_id else {"run_name": name_of(folder)}
-
-    def in_group(self, group: str) -> dict[str, Any]:
-        return {"tags": {"group": group}}
+        known = {"run_id": run_id} if run_id else {"run_name": name_of(folder)}
+        group = group_of(folder)
+        return known | ({"tags": {"group": group}} if group else {})
 
     def run_id(self, tracker: Any) -> str | None:
         return str(tracker.tracker.info.run_id)
