@@ -713,6 +713,19 @@ def test_no_clash_is_made_up_from_a_value_that_is_wrong_itself(file: Path) -> No
     said = complaint(file)
     assert "num_labels is '-1'" in said
     assert "is about classes" not in said
+    with pytest.raises(ConfigError, match=r"^rewards is \[\]"):  # and not that grpo has no rewards
+        Config(objective="grpo", rewards=[])
+
+
+@pytest.mark.parametrize("said", ['"lora_alpha": NaN', '"lora_alpha": 8, "target_modules": ["q_proj", 1]'])
+def test_an_adapter_to_start_from_that_says_nonsense_is_left_to_who_loads_it(said: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(f'{{"r": 4, {said}}}')
+    assert Config(init_from=tmp_path).lora_alpha == 16
+
+
+def test_a_call_in_python_is_told_what_the_launcher_gives_in_vain() -> None:
+    _, line = read_call(None, {"mixed_precision": "no"}, BF16 | {"gradient_accumulation_steps": "1"}).lines
+    assert line.endswith("(accelerate launch) has no effect: mixed_precision=no decides (train(...))")
 
 
 def test_one_name_alone_is_a_list_of_one_in_python_too() -> None:
