@@ -22,7 +22,9 @@ def table() -> str:
     rows = []
     for title, keys in given_groups().items():
         rows.append(f"| **{title}** | | |")
-        rows += [f"| `{with_default(key)}` | {_on_resume(key)} | {_text(key)}{_elsewhere(key)} |" for key in keys]
+        for key in keys:
+            named = with_default(key, FIELDS[key])
+            rows.append(f"| `{named}` | {_on_resume(key)} | {_text(key)}{_elsewhere(key)} |")
     return HEAD + "\n".join(rows) + "\n"
 
 

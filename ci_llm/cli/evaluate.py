@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,11 +38,14 @@ def evaluate_run(words: Sequence[str]) -> int:
     if call.data:
         note_if_offline(call.data)
     with importing():
+        from ci_llm.data.sources import open_splits
         from ci_llm.evaluation.loading import Request, read_keys
         from ci_llm.evaluation.saved_crowd import evaluate
 
     named = {name: value for name, value in vars(call).items() if name not in ("keys", "failed", "json")}
     request = Request(**named, keys=read_keys(call.keys))
+    if call.data and not os.path.exists(os.path.expanduser(call.data)):  # refused before a base is loaded
+        open_splits(call.data, request.keys.get("dataset_subset"), "train", "--data")
     with whole_checkpoint(call.run):
         try:
             found = evaluate(request) if call.json else evaluate(request, _Progress())
@@ -59,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     option = parser.add_argument
     option("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
     about = "a key of the configuration; --help all lists them"
-    option("keys", nargs="*", type=_key, default=[], metavar="key=value", help=about)
+    option("keys", nargs="*", default=[], metavar="key=value", help=about)
     option("--data", metavar="F", help="a file, a folder, a hub id, or embedded; read as in training")
     option("--split", metavar="S", help="the split of the data set")
     option("--max-samples", type=at_least(1), metavar="N", help="at most N rows, evenly spread")
@@ -76,13 +80,6 @@ def _parser() -> argparse.ArgumentParser:
     option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
     add_json(parser)
     return parser
-
-
-def _key(word: str) -> str:
-    """The type of a word that changes a key."""
-    if "=" not in word:
-        raise argparse.ArgumentTypeError(f"{word!r} is neither an option nor key=value")
-    return word
 
 
 class _Progress:

@@ -90,8 +90,8 @@ def train(words: list[str]) -> int:
     with Interrupts(describe_stop=lambda: "leaving before the first step") as interrupts:
         read = read_configuration(words)
         config = read.config
-        if "--continue" in words:
-            _require_checkpoint(config)
+        if "--continue" in words and not _has_checkpoint(config):
+            raise _not_begun("checkpoint", config)
         launch = start("run", config, interrupts, words)
         with importing():
             from ci_llm.run.job import run_job
@@ -109,23 +109,25 @@ def read_configuration(words: Sequence[str]) -> Reading:
     return read
 
 
-def _require_checkpoint(config: Config) -> None:
-    """Refuse a run that has no checkpoint, neither on this disk nor in its mirror."""
-    folder = config.run_folder
-    if any(folder.glob("*/manifest.json")) or (config.mirror and _holds_a_step(config.mirror)):
-        return
-    raise ConfigError(
-        "there is no checkpoint to continue from",
-        where=f"--continue, output_dir: {folder}",
-        hint="leave --continue out for a fresh start, or give the output_dir or experiment_name of the run",
+def _not_begun(what: str, config: Config) -> ConfigError:
+    """The refusal of `--continue`; `what` is lacking."""
+    return ConfigError(
+        f"there is no {what} to continue from",
+        where=f"--continue, output_dir: {config.run_folder}",
+        hint="leave --continue out for a fresh start, or give the output_dir or experiment_name of what has begun",
     )
 
 
-def _holds_a_step(mirror: str) -> bool:
+def _has_checkpoint(config: Config) -> bool:
+    """True if a run has a checkpoint, on this disk or in its mirror."""
+    if any(config.run_folder.glob("*/manifest.json")):
+        return True
+    if config.mirror is None:
+        return False
     from ci_llm.mirror.objects import open_objects
     from ci_llm.mirror.reader import MirrorReader
 
-    head = MirrorReader(open_objects(mirror)).head()
+    head = MirrorReader(open_objects(config.mirror)).head()
     return head is not None and bool(head.line)
 
 
@@ -147,8 +149,8 @@ def check(words: list[str]) -> int:
         return 0
     with Interrupts(announce=lambda line: print(line.partition(":")[0] + ": leaving", file=sys.stderr)) as interrupts:
         read = read_configuration(words)
-        if "--continue" in words:
-            _require_checkpoint(read.config)
+        if "--continue" in words and not _has_checkpoint(read.config):
+            raise _not_begun("checkpoint", read.config)
         launch = start("dry run for", read.config, interrupts, words, lines=read.lines)
         with importing():
             from ci_llm.dry_run.plan import dry_run
@@ -163,28 +165,17 @@ def sweep(words: list[str]) -> int:
         return 0
     from ci_llm.config import default_file
     from ci_llm.config.sweep import read_sweep
+    from ci_llm.sweep.sweep import known_record
 
     with Interrupts(describe_stop=lambda: "leaving before the first step") as interrupts:
         is_dry, keys = take_dry_run(words)
         reading = read_sweep(default_file(), without_options(keys), accelerate_settings(os.environ))
-        if "--continue" in words:
-            _require_sweep(reading)
+        if "--continue" in words and known_record(reading) is None:
+            raise _not_begun("sweep", reading.config)
         launch = start("sweep", reading.config, interrupts, words)
         if is_dry:
             return _dry_run_sweep(reading, interrupts, launch, debug="--debug" in words)
         return _train_sweep(reading, interrupts, launch)
-
-
-def _require_sweep(reading: SweepReading) -> None:
-    """Refuse to begin a sweep."""
-    from ci_llm.sweep.sweep import known_record
-
-    if known_record(reading) is None:
-        raise ConfigError(
-            "there is no sweep to continue",
-            where=f"--continue, output_dir: {reading.config.run_folder}",
-            hint="leave --continue out for a fresh start, or give the output_dir or experiment_name of the sweep",
-        )
 
 
 def _train_sweep(reading: SweepReading, interrupts: Interrupts, launch: Launch) -> int:
@@ -297,14 +288,10 @@ def _agents_of(trials: Iterable[Trial]) -> str:
 def _sweep_usage(*, in_full: bool) -> str:
     import textwrap
 
+    from ci_llm.config.config import WIDTH, describe
     from ci_llm.config.sweep import SPACE_KEYS, SweepKeys
-    from ci_llm.config.yaml_file import dump_value
 
-    keys = []
-    for name, about in SweepKeys.model_fields.items():
-        head = f"  {name}={dump_value(about.default)}".replace('"', "")
-        told, column = str(about.description), " " * 28
-        keys.append(textwrap.fill(told, width=110, initial_indent=f"{head:<27} ", subsequent_indent=column))
-    spaces = textwrap.fill(", ".join(SPACE_KEYS), width=110, initial_indent="  ", subsequent_indent="  ")
-    parts = help_of("sweep").replace("SPACES", spaces).replace("KEYS", "\n".join(keys)).split("\n\n")
+    spaces = textwrap.fill(", ".join(SPACE_KEYS), width=WIDTH, initial_indent="  ", subsequent_indent="  ")
+    keys = describe(SweepKeys, SweepKeys.model_fields)
+    parts = help_of("sweep").replace("SPACES", spaces).replace("KEYS", keys).split("\n\n")
     return "\n\n".join(parts if in_full else [*parts[:2], parts[-1], REST])

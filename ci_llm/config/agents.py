@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from ci_llm.config.foreign import FIELDS, UnknownNameError, resolve
+from ci_llm.config.foreign import FIELDS
 from ci_llm.config.own_keys import NAME, OWN_KEYS, names_of
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, lists_values
-from ci_llm.config.problems import Problem, by_key, given_twice, read_values, sound_values, unknown
+from ci_llm.config.problems import Problem, by_key, given_twice, sound_values
 from ci_llm.config.yaml_file import read_flow
 
 _NAMES: Final = re.compile(r"[\w.:+-][\w .:+-]{0,59}")
@@ -48,8 +48,8 @@ def take_own_entries(sources: Sequence[dict[str, Entry]], problems: list[Problem
         found = {key: _values_of(key, source[key]) for key in OWN_KEYS if key in source}
         lists = {key: values for key, values in found.items() if values}
         listed = source.pop("agents", None)
-        for key in OWN_KEYS:
-            if own.entries and listed is None and key in source and key not in lists:
+        for key in found:
+            if listed is None and key not in lists:
                 _set_aside(own, key, source[key])
         if listed is not None:
             _take_mappings(own, listed, problems)
@@ -67,18 +67,14 @@ def _set_aside(own: OwnEntries, key: str, by: Entry) -> None:
         own.lines.append(f"{key} of an agent ({old.where}) is set aside: {by.where} says {by.raw} for all")
 
 
-def _values_of(key: str, entry: Entry) -> tuple[Raw, ...] | None:
-    """The values of a list with one value per agent; None if the entry is one value for all."""
+def _values_of(key: str, entry: Entry) -> tuple[Raw, ...]:
+    """The values of a list with one value per agent; none if the entry is one value for all."""
     raw = read_flow(entry.raw)
-    if not isinstance(raw, Items) or not raw.values:
-        return None
-    return raw.values if lists_values(FIELDS[key], raw) else None
+    return raw.values if isinstance(raw, Items) and lists_values(FIELDS[key], raw) else ()
 
 
 def _take_mappings(own: OwnEntries, listed: Entry, problems: list[Problem]) -> None:
-    raw = read_flow(listed.raw)
-    if isinstance(raw, Scalar) and raw.text.lower() in ("null", "none", "[]"):
-        raw = Items(())
+    raw = Items(()) if listed.is_null else read_flow(listed.raw)
     if not isinstance(raw, Items) or not all(isinstance(value, Mapped) for value in raw.values):
         what = f"agents is {raw}, but takes a list of mappings, one for each agent"
         problems.append(Problem(listed.where, what, "write agents: [{learning_rate: 1e-3}, {learning_rate: 2e-3}]"))
@@ -94,24 +90,11 @@ def _entries_of(mapping: Mapped, listed: Entry, problems: list[Problem]) -> dict
     names = [entry for entry in entries if entry.name == NAME]
     if len(names) > 1:
         problems.append(given_twice(NAME, names[0], names[1]))
-    others = [entry for entry in entries if entry.name != NAME and not _is_refused(entry, problems)]
-    named = {NAME: names[0]} if names else {}
-    return named | by_key(others, problems, last_wins=False)
-
-
-def _is_refused(entry: Entry, problems: list[Problem]) -> bool:
-    """True if a single agent cannot have this entry; then a problem says why."""
-    try:
-        found = resolve(entry)
-    except UnknownNameError:
-        problems.append(unknown(entry))
-        return True
-    if found is None or found[0] in OWN_KEYS:
-        return False
-    key = found[0]
-    what = f"{key} cannot differ between agents"
-    problems.append(Problem(entry.where, what, "write it once for all, outside of `agents:`"))
-    return True
+    given = by_key((entry for entry in entries if entry.name != NAME), problems, last_wins=False)
+    for key in [key for key in given if key not in OWN_KEYS]:
+        what = f"{key} cannot differ between agents"
+        problems.append(Problem(given.pop(key).where, what, "write it once for all, outside of `agents:`"))
+    return ({NAME: names[0]} if names else {}) | given
 
 
 def _take_list(
@@ -150,7 +133,7 @@ def own_values(own: OwnEntries, problems: list[Problem]) -> dict[str, Any]:
     agents = []
     for entries in map(dict, own.entries):
         named = entries.pop(NAME, None)
-        values = sound_values(read_values(entries, problems), entries, problems)
+        values = sound_values(entries, problems)
         agent: dict[str, Any] = {} if named is None else {NAME: _name(named, problems)}
         agents.append(agent | {key: values[key] for key in OWN_KEYS if key in values})
     problems += _doubles(agents, own.decided_by)

@@ -16,7 +16,6 @@ from ci_llm.config.own_keys import AUTO, EMBEDDED, KeysOfEach
 
 #: The keys that decide what auto stands for.
 FOLLOWED: Final = ("model_name", "dataset_name")
-_LISTS: Final = (("lora_target_modules", "target_modules"), ("agent_layers", "layers_to_transform"))
 #: Objectives with a head, which is new and has to be learned.
 _HEADS: Final = ("reward", "classification", "regression")
 _OF_LORA: Final = "usual for LoRA; a small base often takes a higher rate, which a sweep finds"
@@ -51,29 +50,24 @@ def _of_adapters(config: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
     files = files if not files or files[0].is_file() else sorted(folder.glob("agent*/adapter_config.json"))
     shapes = [*map(_shape_of, files)]
     for key, value in shapes[0].items() if shapes and all(shape == shapes[0] for shape in shapes) else ():
-        if key in ("lora_rank", "lora_alpha") or _is_unset(config, key):
-            yield key, value, "of the adapters in init_from"
+        yield key, value, "of the adapters in init_from"
 
 
 def _shape_of(file: Path) -> dict[str, Any]:
     """The keys of a shape that an adapter says in the words of a configuration; one that cannot be is refused later."""
+    shape: dict[str, Any] = {}
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # who loads the adapters says so, with the place
+        for key, name in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
+            if float(said[name]).is_integer():
+                shape[key] = int(said[name])
+        shape["use_rslora"] = bool(said.get("use_rslora"))
+        for key, name in (("lora_target_modules", "target_modules"), ("agent_layers", "layers_to_transform")):
+            if isinstance(said.get(name), list) and said[name]:
+                shape[key] = tuple(sorted(said[name]))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # who loads the adapters says so, with the place
         return {}
-    if not isinstance(said, dict):
-        return {}
-    numbers = {key: said.get(name) for key, name in (("lora_rank", "r"), ("lora_alpha", "lora_alpha"))}
-    lists = {key: said.get(name) for key, name in _LISTS if said.get(name)}
-    return {
-        **{
-            key: int(number)
-            for key, number in numbers.items()
-            if isinstance(number, int | float) and number == int(number)
-        },
-        "use_rslora": bool(said.get("use_rslora")),
-        **{key: tuple(sorted(each)) for key, each in lists.items() if isinstance(each, list)},
-    }
+    return shape
 
 
 def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:

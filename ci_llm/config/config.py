@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
-from ci_llm.config.agents import own_values, take_own_entries
+from pydantic.fields import FieldInfo
+
+from ci_llm.config.agents import OwnEntries, own_values, take_own_entries
 from ci_llm.config.auto import FOLLOWED, settled
-from ci_llm.config.foreign import FIELDS, read_without_effect
+from ci_llm.config.foreign import FIELDS, NO_EFFECT, read_without_effect
 from ci_llm.config.key import ChangeKind, Keys
 from ci_llm.config.own_keys import OWN_KEYS, KeysOfEach, overriding
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
-from ci_llm.config.problems import Problem, by_key, clashing, error_of, read_values, sound_values
+from ci_llm.config.problems import Problem, by_key, clashing, error_of, sound_values
 from ci_llm.config.schema import FOUND, AllKeys, meaning_of
 from ci_llm.config.validation import find_clashes, find_notices
 from ci_llm.config.yaml_file import dump_value, dump_yaml
@@ -38,23 +40,26 @@ def given_groups() -> dict[str, list[str]]:
 
 
 def describe_keys(chosen: Sequence[str] = ()) -> str:
-    """These keys for `--help`: key, default, what it is and in which unit; without a choice all, group by group."""
-    if chosen:
-        return "\n".join(map(_described, chosen))
-    parts = ["\n".join([title, *map(_described, keys)]) for title, keys in given_groups().items()]
-    return "\n\n".join(parts)
+    """These keys of a run for `--help`; without a choice all, group by group."""
+    parts = [f"{title}\n{describe(AllKeys, keys)}" for title, keys in given_groups().items()]
+    return describe(AllKeys, chosen) if chosen else "\n\n".join(parts)
 
 
-def with_default(key: str) -> str:
+def with_default(key: str, field: FieldInfo) -> str:
     """The key with its default, as on a command line."""
-    return f"{key}={dump_value(FIELDS[key].default)}".replace('"', "")
+    return f"{key}={dump_value(field.default)}".replace('"', "")
 
 
-def _described(key: str) -> str:
+def describe(keys: type[Keys], chosen: Iterable[str]) -> str:
+    """These of the keys for `--help`: key, default, what it is and in which unit."""
+    return "\n".join(_described(key, keys.model_fields[key]) for key in chosen)
+
+
+def _described(key: str, field: FieldInfo) -> str:
     return textwrap.fill(
-        str(FIELDS[key].description),
+        str(field.description),
         width=WIDTH,
-        initial_indent=f"  {with_default(key):<{COLUMN - 3}} ",
+        initial_indent=f"  {with_default(key, field):<{COLUMN - 3}} ",
         subsequent_indent=" " * COLUMN,
     )
 
@@ -95,15 +100,31 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
     def __init__(self, **values: Any) -> None:
         problems: list[Problem] = []
         given = by_key(entries_of(values, IN_PYTHON), problems, last_wins=False)
-        own = take_own_entries([given], problems)
-        sound = sound_values(read_values(given, problems), given, problems)
-        super().__init__(**(sound | own_values(own, problems)))
-        super().__setattr__("_without_effect", read_without_effect(given))
-        self.settle_auto()
-        problems += [clashing(clash, given) for clash in find_clashes(self)]
+        self.__setstate__(self.of_entries(given, take_own_entries([given], problems), problems).__getstate__())
+        self.allow_imports()
+
+    @classmethod
+    def of_entries(
+        cls,
+        given: Mapping[str, Entry],
+        own: OwnEntries,
+        problems: list[Problem],
+        check: Callable[[Self], Iterable[Problem]] = lambda _: (),
+    ) -> Self:
+        """The configuration of what was given; clashes are sought among sound values only.
+
+        Raises:
+            ConfigError: everything that is wrong, with the `problems` found before and what `check` finds.
+        """
+        values = sound_values(given, problems) | own_values(own, problems)
+        config = cls.model_construct({*values}, **values, _without_effect=read_without_effect(given))
+        config.settle_auto()
+        unsound = {*given} - {*values, *NO_EFFECT}
+        problems += [clashing(clash, given) for clash in find_clashes(config) if not unsound & {*clash.keys}]
+        problems += check(config)
         if problems:
             raise error_of(problems)
-        self.allow_imports()
+        return config
 
     def __setattr__(self, name: str, value: object) -> None:
         what = f"{name} cannot be set: a configuration is read-only"

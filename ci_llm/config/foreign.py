@@ -40,11 +40,6 @@ NO_EFFECT: Final[dict[str, str]] = _WORDS["no_effect"]
 
 FIELDS = AllKeys.model_fields
 ACCEPTED = FIELDS.keys() | NO_EFFECT.keys()  # under one of these names, or of `ALIASES` for them
-SWITCH = frozenset({"true", "false"})
-
-
-class UnknownNameError(Exception):
-    """The name, or the name with this value, means no key."""
 
 
 def normalized(name: str) -> str:
@@ -58,26 +53,23 @@ def canonical(name: str) -> str:
 
 
 def resolve(entry: Entry) -> tuple[str, Entry] | None:
-    """The key of an entry, and the entry with the value that its words mean; None if a run does it in any case.
+    """The key of an entry, and the entry with the value that its words mean; None if these words mean no key.
 
-    An option without effect comes back under its own name, with its value as written.
-
-    Raises:
-        UnknownNameError: there is no such key, or no key for this value of it.
+    What a run does in any case comes back as `ALWAYS`, and an option without effect under its own name.
     """
     name = normalized(entry.name)
     text = entry.raw.text.lower() if isinstance(entry.raw, Scalar) and not entry.raw.quoted else None
     if name in TRANSLATIONS:
         meaning = TRANSLATIONS[name].get(text or str(entry.raw).lower())
         if meaning is None:
-            raise UnknownNameError
+            return None
         key, _, translated = meaning.partition("=")
-        return None if meaning == ALWAYS else (key, replace(entry, raw=Scalar(translated)))
+        return key, replace(entry, raw=Scalar(translated))
     key = canonical(name)
     if key in NO_EFFECT:
         return key, entry
     if key not in FIELDS:
-        raise UnknownNameError
+        return None
     if means_no_items(FIELDS[key], entry.raw):
         return key, replace(entry, raw=Items(()))
     value = VALUE_ALIASES.get(key, {}).get(text) if text is not None else None
@@ -95,28 +87,21 @@ def read_without_effect(given: Mapping[str, Entry]) -> dict[str, object]:
 
 
 def key_of(entry: Entry) -> str:
-    """The key that an entry sets; its own name if it sets none."""
-    try:
-        found = resolve(entry)
-    except UnknownNameError:
-        found = None
+    """The key that an entry sets, see `resolve`; its own name if there is none."""
+    found = resolve(entry)
     return canonical(entry.name) if found is None else found[0]
 
 
 def flag_form(name: str) -> FlagForm:
     """How `--name` may stand on a command line."""
-    if canonical(name) in NO_EFFECT:
-        return "either way" if canonical(name) in _WORDS["no_switches"] else "alone"
-    field = FIELDS.get(canonical(name))
-    if field is not None:
-        words = VALUE_ALIASES.get(canonical(name), {})
-        if takes_flag(field):
-            return "either way" if words else "alone"
-        return "either way" if "true" in words else "with a value"
-    values = TRANSLATIONS.get(normalized(name), {})
-    if values and SWITCH.issuperset(values):
+    key = canonical(name)
+    if key in NO_EFFECT:
+        return "either way" if key in _WORDS["no_switches"] else "alone"
+    is_flag = key in FIELDS and takes_flag(FIELDS[key])
+    words = VALUE_ALIASES.get(key) or TRANSLATIONS.get(key, {})
+    if (is_flag and not words) or (key in TRANSLATIONS and words.keys() <= {"true", "false"}):
         return "alone"
-    return "either way" if "true" in values else "with a value"
+    return "either way" if is_flag or "true" in words else "with a value"
 
 
 def is_switched_off(key: str, entry: Entry) -> bool:

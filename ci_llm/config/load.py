@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.config import parsing
-from ci_llm.config.agents import OwnEntries, own_values, take_own_entries
+from ci_llm.config.agents import take_own_entries
 from ci_llm.config.config import Config, entries_of
-from ci_llm.config.foreign import FIELDS, NO_EFFECT, flag_form, key_of, read_without_effect
-from ci_llm.config.problems import Problem, by_key, clashing, error_of, expanded, read_values, sound_values, strays_of
+from ci_llm.config.foreign import FIELDS, flag_form, key_of
+from ci_llm.config.problems import Problem, by_key, expanded, strays_of
 from ci_llm.config.schema import FOUND
-from ci_llm.config.validation import find_clashes
 from ci_llm.config.yaml_file import read_yaml
 from ci_llm.errors import ConfigError
 
@@ -80,12 +79,12 @@ def read_config(
 
 @dataclass(frozen=True)
 class FileEntries:
-    """The entries of a file, and those of its section `toy:`.
+    """The entries of a file, or of what stands in its place, and those of its section `toy:`.
 
-    The latter count where base and rows are the embedded ones, below every other source.
+    The latter count where base and rows are the embedded ones, below every other source. `name` is for people.
     """
 
-    path: Path | None
+    name: str
     entries: list[parsing.Entry]
     toy: Sequence[parsing.Entry] = ()
 
@@ -110,7 +109,7 @@ def read_sources(
 def read_file(path: str | os.PathLike[str] | None, problems: list[Problem]) -> FileEntries:
     """The entries of a file that a person wrote; none without a file."""
     if path is None:
-        return FileEntries(None, [])
+        return FileEntries("no file: there is no configs.yaml here", [])
     written = expanded(read_yaml(_read_text(Path(path)), os.fspath(path)), problems)
     toy: list[parsing.Entry] = []
     for section in (entry for entry in written if entry.name == TOY):
@@ -119,7 +118,7 @@ def read_file(path: str | os.PathLike[str] | None, problems: list[Problem]) -> F
         else:
             what = f"{TOY} is {section.raw}, but takes a mapping"
             problems.append(Problem(section.where, what, "write key: value in it"))
-    return FileEntries(Path(path), [entry for entry in written if entry.name != TOY], toy)
+    return FileEntries(str(path), [entry for entry in written if entry.name != TOY], toy)
 
 
 def given_in_call(
@@ -129,7 +128,7 @@ def given_in_call(
     if config is None or isinstance(config, Mapping | Config):
         if isinstance(config, Config):
             config = {**config.model_dump(include=config.model_fields_set - {*FOUND}), **config.without_effect}
-        return FileEntries(None, entries_of(config or {}, IN_CALL))
+        return FileEntries("no file", entries_of(config or {}, IN_CALL))
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(
             f"a {type(config).__name__} is not a configuration",
@@ -145,33 +144,25 @@ def build_reading(
     launcher: Mapping[str, str],
     problems: list[Problem],
     check: Callable[[Config], Iterable[Problem]] = lambda _: (),
-    *,
-    is_call: bool = False,
 ) -> Reading:
     """The configuration of these entries.
 
     Args:
         check: what else is wrong with it, for a command that takes fewer configurations than a run.
-        is_call: the entries are those of a call in Python, and not of a command line.
 
     Raises:
         ConfigError: everything that is wrong, at once, with the `problems` found before.
     """
     sources = (
-        by_key(_launcher_entries(launcher), problems, last_wins=False),
+        by_key(entries_of(launcher, "accelerate launch"), problems, last_wins=False),
         by_key(file.entries, problems, last_wins=False),
-        by_key(typed, problems, last_wins=not is_call),
+        by_key(typed, problems, last_wins=True),
     )
-    if is_call:
-        overrides = " ".join(f"{entry.name}={entry.text}" for entry in typed)
-        told = [str(file.path or IN_CALL), *([f"overrides: {overrides}"] if overrides else [])]
-        lines = ["; ".join([*told, "defaults for all other keys"])]
-    else:
-        lines = [*parsing.describe_sources(file.path, *({**source} for source in sources))]
+    lines = [*parsing.describe_sources(file.name, *sources)]
     own, toy = take_own_entries(sources, problems), by_key(file.toy, problems, last_wins=False)
-    config = _build(parsing.merge_sources(*sources), own, problems, check)
+    config = Config.of_entries(parsing.merge_sources(*sources), own, problems, check)
     if config.is_toy:
-        config = _build(parsing.merge_sources(toy, *sources), own, problems, check)
+        config = Config.of_entries(parsing.merge_sources(toy, *sources), own, problems, check)
     config.allow_imports()
     return Reading(config, (*lines, *own.lines))
 
@@ -192,7 +183,7 @@ def read_call(
     """
     problems: list[Problem] = []
     file = given_in_call(config, problems)
-    read = build_reading(file, entries_of(overrides, IN_CALL), launcher or {}, problems, is_call=True)
+    read = build_reading(file, entries_of(overrides, IN_CALL), launcher or {}, problems)
     if isinstance(config, Config) and config.trial_steps is not None:  # of a sweep that a program leads
         return replace(read, config=read.config.of_trials(config.trial_steps, {}))
     return read
@@ -208,8 +199,7 @@ def parse_config(text: str, where: str) -> Config:
     problems: list[Problem] = []
     given = by_key((entry for entry in known if entry.name not in FOUND), problems, last_wins=False)
     given |= {entry.name: entry for entry in known if entry.name in FOUND}
-    own = take_own_entries([given], problems)
-    return _build(given, own, problems)
+    return Config.of_entries(given, take_own_entries([given], problems), problems)
 
 
 def arguments_without(arguments: Sequence[str], keys: Collection[str]) -> list[str]:
@@ -231,10 +221,6 @@ def as_typed(value: object) -> str:
     return str(value)
 
 
-def _launcher_entries(launcher: Mapping[str, str]) -> list[parsing.Entry]:
-    return [parsing.Entry(key, parsing.Scalar(value), "accelerate launch") for key, value in launcher.items()]
-
-
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -248,21 +234,3 @@ def _read_text(path: Path) -> str:
             where=str(path),
             hint=parsing.hint_for_missing(path, otherwise) if isinstance(error, FileNotFoundError) else otherwise,
         ) from error
-
-
-def _build(
-    given: Mapping[str, parsing.Entry],
-    own: OwnEntries,
-    problems: list[Problem],
-    check: Callable[[Config], Iterable[Problem]] = lambda _: (),
-) -> Config:
-    """The Config of what was given, or one error with all problems; clashes are sought among sound values only."""
-    values = sound_values(read_values(given, problems), given, problems) | own_values(own, problems)
-    config = Config.model_construct({*values}, **values, _without_effect=read_without_effect(given))
-    config.settle_auto()
-    unsound = {*given} - {*values, *NO_EFFECT}
-    problems += [clashing(clash, given) for clash in find_clashes(config) if not unsound & {*clash.keys}]
-    problems += check(config)
-    if problems:
-        raise error_of(problems)
-    return config

@@ -142,8 +142,8 @@ class Entry:
         return isinstance(self.raw, Scalar) and self.raw.is_null
 
 
-class UnreadableError(Exception):
-    """The text is not a value of the key's type."""
+#: In place of a value: what is written is none of the key's type.
+UNREADABLE: Final = object()
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,6 @@ _INTEGER = re.compile(r"[-+]?(0|[1-9](_?[0-9]){0,30})")
 _NUMBER = re.compile(r"[-+]?([0-9](_?[0-9])*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]{1,5})?")
 _CLOCK = re.compile(r"(?:([0-9]{1,4})-)?([0-9]{1,4}):([0-5][0-9]):([0-5][0-9])")
 _SPAN = re.compile(r"(?:([0-9]{1,4})d)?(?:([0-9]{1,6})h)?(?:([0-9]{1,8})m)?(?:([0-9]{1,9})s)?")
-_MISS = object()
 
 
 def takes_list(field: FieldInfo) -> bool:
@@ -220,64 +219,60 @@ def lists_values(field: FieldInfo, raw: Items) -> bool:
 
 
 def read_value(field: FieldInfo, raw: Raw) -> object:
-    """The value of `field` that `raw` means.
-
-    Raises:
-        UnreadableError: no alternative of the field's type can be written like that.
-    """
+    """The value of `field` that `raw` means; UNREADABLE if no alternative of its type can be written like that."""
     for kind in kinds_of(field):
         value = _read_items(kind, raw) if isinstance(raw, Items) else _read_one(kind, raw)
-        if value is not _MISS:
+        if value is not UNREADABLE:
             return value
-    raise UnreadableError
+    return UNREADABLE
 
 
 def _read_one(kind: _Kind, raw: Raw) -> object:
-    return _READERS[kind.type](kind, raw) if isinstance(raw, Scalar) else _MISS
+    return _READERS[kind.type](kind, raw) if isinstance(raw, Scalar) else UNREADABLE
 
 
 def _read_items(kind: _Kind, raw: Items) -> object:
     if kind.may_be_several and raw.values and all(isinstance(value, Scalar) for value in raw.values):
         return ",".join(value.text for value in raw.values if isinstance(value, Scalar))
     if kind.item is None:
-        return _MISS
+        return UNREADABLE
     values = tuple(_read_one(kind.item, value) for value in raw.values)
-    return _MISS if _MISS in values else values
+    return UNREADABLE if UNREADABLE in values else values
 
 
 def _read_choice(kind: _Kind, raw: Scalar) -> object:
-    return raw.text if raw.text in kind.choices else _MISS
+    return raw.text if raw.text in kind.choices else UNREADABLE
 
 
 def _read_null(_: _Kind, raw: Scalar) -> object:
-    return None if raw.is_null else _MISS
+    return None if raw.is_null else UNREADABLE
 
 
 def _read_truth(_: _Kind, raw: Scalar) -> object:
-    return _MISS if raw.quoted else TRUTH_WORDS.get(raw.text.lower(), _MISS)
+    return UNREADABLE if raw.quoted else TRUTH_WORDS.get(raw.text.lower(), UNREADABLE)
 
 
 def _read_integer(_: _Kind, raw: Scalar) -> object:
-    return int(raw.text) if not raw.quoted and _INTEGER.fullmatch(raw.text) else _MISS
+    return int(raw.text) if not raw.quoted and _INTEGER.fullmatch(raw.text) else UNREADABLE
 
 
 def _read_number(kind: _Kind, raw: Scalar) -> object:
     if not raw.quoted and _NUMBER.fullmatch(raw.text) and not re.match(r"[-+]?0[0-9]", raw.text):
         return float(raw.text.replace("_", ""))
-    return _read_duration(raw.text) if kind.is_duration else _MISS
+    return _read_duration(raw.text) if kind.is_duration else UNREADABLE
 
 
 def _read_duration(text: str) -> object:
     match = _CLOCK.fullmatch(text) or (_SPAN.fullmatch(text) if text else None)
     if match is None:
-        return _MISS
+        return UNREADABLE
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def _read_text(kind: _Kind, raw: Scalar) -> object:
     if not raw.text.isprintable() or raw.is_null:
-        return _MISS
+        return UNREADABLE
     if kind.may_be_several and (listed := re.fullmatch(r"\[(.*)\]", raw.text)):
         return ",".join(name.strip(" '\"") for name in listed[1].split(","))
     return raw.text
@@ -300,7 +295,7 @@ _READERS: dict[Any, Callable[[_Kind, Scalar], object]] = {
     float: _read_number,
     str: _read_text,
     tuple: _read_list,
-    dict: lambda *_: _MISS,
+    dict: lambda *_: UNREADABLE,
 }
 
 
@@ -355,9 +350,9 @@ def hint(field: FieldInfo, raw: Raw) -> str | None:
         return "keys are flat: one value per key"
     if isinstance(raw, Scalar) and _SPACE.match(raw.text):
         return "ci-llm sweep takes such a space of values, and tries some of them"
-    if isinstance(raw, Scalar) and not _can_read(field, raw):
+    if isinstance(raw, Scalar) and read_value(field, raw) is UNREADABLE:
         for text in _respellings(raw.text):
-            if _can_read(field, Scalar(text)):
+            if read_value(field, Scalar(text)) is not UNREADABLE:
                 return f"write {text} without quotes" if raw.quoted else f"write {text}"
         choices = [choice for kind in kinds_of(field) for choice in (kind.item or kind).choices]
         if close := get_close_matches(raw.text.lower(), choices, n=1, cutoff=WHOLE):
@@ -374,14 +369,6 @@ def _respellings(text: str) -> Iterator[str]:
     number = float(text.replace("_", "")) if _NUMBER.fullmatch(text) and len(text) < 20 else math.nan
     if number.is_integer():
         yield f"{number:.0f}"
-
-
-def _can_read(field: FieldInfo, raw: Scalar) -> bool:
-    try:
-        read_value(field, raw)
-    except UnreadableError:
-        return False
-    return True
 
 
 COMMAND_LINE = "command line"
@@ -455,20 +442,25 @@ def merge_sources(*sources: Given) -> dict[str, Entry]:
     return given
 
 
-def describe_sources(path: Path | None, launcher: Given, file: Given, line: Given) -> Iterator[str]:
-    """A line that says where the values come from; then one for each entry that was given and has no effect."""
-    parts = [str(path) if path else "no file: there is no configs.yaml here"]
-    if line:
-        parts.append(f"command line: {_all(line)}")
-    given = merge_sources(launcher, file, line)
+def describe_sources(name: str, launcher: Given, file: Given, typed: Given) -> Iterator[str]:
+    """A line that says where the values come from; then one for each entry that was given and has no effect.
+
+    Args:
+        name: the name of the file.
+        typed: the entries of a command line, or of a call in Python.
+    """
+    parts = [name]
+    if typed:
+        parts.append(f"{next(iter(typed.values())).where}: {_all(typed)}")
+    given = merge_sources(launcher, file, typed)
     if taken := {key: entry for key, entry in launcher.items() if given.get(key) is entry}:
         parts.append(f"accelerate launch: {_all(taken)}")
     yield "; ".join([*parts, "defaults for all other keys"])
-    for other, key in _set_aside_by(line):
+    for other, key in _set_aside_by(typed):
         if other in file and other not in given and not file[other].is_null:
-            yield f"{_one(other, file[other])} ({file[other].where}) is set aside: the command line says {key}"
+            yield f"{_one(other, file[other])} ({file[other].where}) is set aside: {typed[key].where} says {key}"
     for strong, weak in STRONGER.items():
-        for source in (file, line):
+        for source in (file, typed):
             if weak in source and strong in source and not source[strong].is_null:
                 yield f"{weak} has no effect: {strong} decides ({source[strong].where})"
     for key, entry in launcher.items():

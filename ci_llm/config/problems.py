@@ -13,17 +13,19 @@ from pathlib import PurePath
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from ci_llm.config import foreign
+from ci_llm.config.key import Keys
 from ci_llm.config.own_keys import OWN_KEYS
 from ci_llm.config.parsing import (
     COMMAND_LINE,
+    UNREADABLE,
     Entry,
     Items,
     Mapped,
     Raw,
     Scalar,
-    UnreadableError,
     expected,
     hint,
     nearest,
@@ -61,9 +63,8 @@ def error_of(problems: Collection[Problem]) -> ConfigError:
     return ConfigError(f"{len(problems)} problems in the configuration:{lines}", hint=ALL_KEYS)
 
 
-def misfit(key: str, entry: Entry) -> Problem:
+def misfit(key: str, field: FieldInfo, entry: Entry) -> Problem:
     """The key does not take this value."""
-    field = foreign.FIELDS[key]
     name = key if key == foreign.normalized(entry.name) else f"{key} (written {entry.name})"
     what = f"{name} is {entry.raw}, but takes {expected(field)}"
     removed = foreign.REMOVED_VALUES.get(key, {}).get(entry.text)
@@ -190,12 +191,10 @@ def by_key(entries: Iterable[Entry], problems: list[Problem], *, last_wins: bool
     """
     given: dict[str, Entry] = {}
     for entry in entries:
-        try:
-            found = foreign.resolve(entry)
-        except foreign.UnknownNameError:
+        found = foreign.resolve(entry)
+        if found is None:
             problems.append(unknown(entry))
-            continue
-        if found is not None:
+        elif found[0] != foreign.ALWAYS:
             _add(given, *found, problems, last_wins)
     return given
 
@@ -214,25 +213,19 @@ def _yields(one: Entry, other: Entry, key: str) -> bool:
     return foreign.normalized(other.name) in foreign.TRANSLATIONS and foreign.is_switched_off(key, one)
 
 
-def read_values(given: Mapping[str, Entry], problems: list[Problem]) -> dict[str, Any]:
-    """The value of each entry that sets a key, by the type of that key; its range is not checked yet."""
-    values = {}
-    for key, entry in given.items():
-        if key in foreign.NO_EFFECT:
-            continue
-        try:
-            values[key] = read_value(foreign.FIELDS[key], entry.raw)
-        except UnreadableError:
-            problems.append(misfit(key, entry))
-    return values
+def sound_values(given: Mapping[str, Entry], problems: list[Problem], keys: type[Keys] = AllKeys) -> dict[str, Any]:
+    """The values of the entries that set one of `keys`; an entry that its key does not take is a problem.
 
-
-def sound_values(values: Mapping[str, Any], given: Mapping[str, Entry], problems: list[Problem]) -> dict[str, Any]:
-    """The values that their keys take, as validated; each of the others is a problem."""
+    The type of a key decides what is written, and pydantic checks the range.
+    """
+    fields = keys.model_fields
+    values = {key: read_value(fields[key], entry.raw) for key, entry in given.items() if key in fields}
+    wrong = {key for key, value in values.items() if value is UNREADABLE}
+    readable = {key: value for key, value in values.items() if key not in wrong}
     try:
-        checked = AllKeys.model_validate(values)
+        checked = keys.model_validate(readable)
     except ValidationError as error:
-        wrong = {str(detail["loc"][0]) for detail in error.errors()}
-        problems += [misfit(key, given[key]) for key in values if key in wrong]
-        checked = AllKeys.model_validate({key: value for key, value in values.items() if key not in wrong})
-    return {key: getattr(checked, key) for key in values if key in checked.model_fields_set}
+        wrong |= {str(detail["loc"][0]) for detail in error.errors()}
+        checked = keys.model_validate({key: value for key, value in readable.items() if key not in wrong})
+    problems += [misfit(key, fields[key], given[key]) for key in values if key in wrong]
+    return {key: getattr(checked, key) for key in values if key not in wrong}

@@ -10,23 +10,23 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from annotated_types import Gt, Lt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from ci_llm.config import parsing
 from ci_llm.config.config import Config, entries_of
 from ci_llm.config.foreign import FIELDS, key_of, normalized
-from ci_llm.config.key import Count, Metric
+from ci_llm.config.key import Count, Keys, Metric
 from ci_llm.config.load import IN_CALL, FileEntries, build_reading, given_in_call, read_sources
 from ci_llm.config.own_keys import OWN_KEYS
-from ci_llm.config.problems import Problem, given_twice
+from ci_llm.config.problems import Problem, given_twice, sound_values
 from ci_llm.config.schema import DataKeys, with_trait
-from ci_llm.config.yaml_file import dump_value, read_flow
+from ci_llm.config.yaml_file import read_flow
 
 #: The keys that may have a space: what an agent may have of its own, except which rows it reads. These are the same for
 #: all trials, so that their scores compare.
@@ -35,13 +35,9 @@ DEFAULT_TRIALS: Final = 16
 _RANGE: Final = re.compile(r"(log|loguniform|uniform)\(\s*([^,()\s]+)\s*,\s*([^,()\s]+)\s*\)")
 _HOW: Final = "a list [a,b,c], log(low,high) or uniform(low,high)"
 
-Value = Any
 
-
-class SweepKeys(BaseModel):
+class SweepKeys(Keys):
     """How the trials of a sweep are run"""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
     trials: Count | None = Field(None, description="trials that begin; null: the whole grid, or 16")
     agents_per_pass: Count | Literal["auto"] = Field(
@@ -63,7 +59,7 @@ class SweepKeys(BaseModel):
 class Choices:
     """A space of listed values."""
 
-    values: tuple[Value, ...]
+    values: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -118,14 +114,6 @@ class SweepReading:
         return max(trial.warmup_steps(total_steps) for trial in trials.each_agent)
 
 
-@dataclass
-class _Written:
-    """The spaces and the keys of a sweep that were found in the sources."""
-
-    spaces: dict[str, _Space] = field(default_factory=dict)
-    keys: dict[str, parsing.Entry] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class _Space:
     """A space as it was written: its values, or its two bounds."""
@@ -146,7 +134,7 @@ def read_sweep(
     """
     problems: list[Problem] = []
     file, typed = read_sources(path, arguments, problems)
-    return _read(file, typed, launcher or {}, problems)
+    return _read(file, typed, launcher or {}, problems, parsing.COMMAND_LINE)
 
 
 def read_sweep_call(
@@ -160,28 +148,25 @@ def read_sweep_call(
         ConfigError: everything that is wrong, at once, each with its place and its hint.
     """
     problems: list[Problem] = []
-    return _read(given_in_call(config, problems), entries_of(overrides, IN_CALL), launcher or {}, problems)
+    file, typed = given_in_call(config, problems), entries_of(overrides, IN_CALL)
+    return _read(file, typed, launcher or {}, problems, "Sweep(...)")
 
 
 def _read(
-    file: FileEntries, typed: Sequence[parsing.Entry], launcher: Mapping[str, str], problems: list[Problem]
+    file: FileEntries, typed: Sequence[parsing.Entry], launcher: Mapping[str, str], problems: list[Problem], where: str
 ) -> SweepReading:
-    written = _Written()
-    rest_of_file = [*_without_spaces(file.entries, written, problems)]
-    rest = [*_without_spaces(typed, written, problems)]
-    if not written.spaces:
+    spaces: dict[str, _Space] = {}
+    of_sweep: dict[str, parsing.Entry] = {}
+    rest_of_file = [*_without_spaces(file.entries, spaces, of_sweep, problems)]
+    rest = [*_without_spaces(typed, spaces, of_sweep, problems)]
+    if not spaces:
         what = "no key has a space of values: there is nothing to sweep"
-        problems.append(
-            Problem(parsing.COMMAND_LINE, what, f"write 'learning_rate=log(5e-4,1.6e-2)', or another key as {_HOW}")
-        )
-    spaces = written.spaces
-    given = _settings(written.keys, problems)
-    keys = _decided(given, spaces, written.keys, problems)
+        problems.append(Problem(where, what, f"write 'learning_rate=log(5e-4,1.6e-2)', or another key as {_HOW}"))
+    given = SweepKeys(**sound_values(of_sweep, problems, SweepKeys))
+    keys = _decided(given, spaces, of_sweep, problems)
     reading = build_reading(
-        FileEntries(
-            file.path,
-            [*(entry for entry in rest_of_file if key_of(entry) != "num_agents"), _candidates(spaces)],
-            file.toy,
+        replace(
+            file, entries=[*(entry for entry in rest_of_file if key_of(entry) != "num_agents"), _candidates(spaces)]
         ),
         [entry for entry in rest if key_of(entry) != "num_agents"],
         launcher,
@@ -195,7 +180,7 @@ def _read(
     return SweepReading(config, found, keys, reading.lines, given.trials if given.trials != keys.trials else None)
 
 
-def _space(written: _Space, values: tuple[Value, ...]) -> Space:
+def _space(written: _Space, values: tuple[Any, ...]) -> Space:
     if not written.is_range:
         return Choices(values)
     whole = all(isinstance(value, int) for value in values)
@@ -209,36 +194,35 @@ def _candidates(spaces: Mapping[str, _Space]) -> parsing.Entry:
 
 
 def _without_spaces(
-    entries: Iterable[parsing.Entry], written: _Written, problems: list[Problem]
+    entries: Iterable[parsing.Entry],
+    spaces: dict[str, _Space],
+    keys: dict[str, parsing.Entry],
+    problems: list[Problem],
 ) -> Iterator[parsing.Entry]:
-    """The entries that are keys of a run; what is of the sweep goes into `written`, over what is there."""
+    """The entries that are keys of a run; the spaces and the keys of the sweep replace those that are there."""
     first: dict[str, parsing.Entry] = {}
     single: set[str] = set()  # keys of a run with one value: of two of them the run's own reading says so
     for entry in entries:
-        name, key = normalized(entry.name), key_of(entry)
-        of_sweep = name in SweepKeys.model_fields
+        of_sweep = normalized(entry.name) in SweepKeys.model_fields
+        key = normalized(entry.name) if of_sweep else key_of(entry)
         found = None if of_sweep else _space_of(entry, key, problems)
         is_single = not of_sweep and found is None
-        before = first.setdefault(name if of_sweep else key, entry)
+        before = first.setdefault(key, entry)
         is_twice = before is not entry and not (is_single and key in single)
         if is_twice and entry.where != parsing.COMMAND_LINE:  # on the command line the last one counts
-            problems.append(given_twice(name if of_sweep else key, before, entry))
+            problems.append(given_twice(key, before, entry))
         if of_sweep:
-            written.keys[name] = entry
+            keys[key] = entry
         elif found is None:
             single.add(key)
-            written.spaces.pop(key, None)  # one value on the command line sets a space of the file aside
+            spaces.pop(key, None)  # one value on the command line sets a space of the file aside
             yield entry
         elif key in SPACE_KEYS:
-            written.spaces[key] = found
+            spaces[key] = found
+        elif key == "agents":
+            problems.append(Problem(entry.where, "a sweep makes its agents of the spaces", "leave `agents` out"))
         else:
-            problems.append(_cannot_differ(key, entry))
-
-
-def _cannot_differ(key: str, entry: parsing.Entry) -> Problem:
-    if key == "agents":
-        return Problem(entry.where, "a sweep makes its agents of the spaces", "leave `agents` out")
-    return Problem(entry.where, f"{key} cannot differ between trials", "give it one value")
+            problems.append(Problem(entry.where, f"{key} cannot differ between trials", "give it one value"))
 
 
 def _space_of(entry: parsing.Entry, key: str, problems: list[Problem]) -> _Space | None:
@@ -257,7 +241,7 @@ def _space_of(entry: parsing.Entry, key: str, problems: list[Problem]) -> _Space
     return None
 
 
-def _mapped_range(entry: parsing.Entry, raw: parsing.Mapped, key: str, problems: list[Problem]) -> _Space | None:
+def _mapped_range(entry: parsing.Entry, raw: parsing.Mapped, key: str, problems: list[Problem]) -> _Space:
     given = {each.name: each.raw.text if isinstance(each.raw, parsing.Scalar) else "" for each in raw.entries}
     odd = {*given} - {"low", "high", "log"}
     if odd or not {"low", "high"} <= {*given} or given.get("log", "true").lower() not in ("true", "false"):
@@ -282,18 +266,6 @@ def _range(entry: parsing.Entry, key: str, low: str, high: str, problems: list[P
         wanted = "0 < low < high" if log else "low < high"
         return refuse(f"{key} has an empty space: {low} to {high}", f"a range needs {wanted}")
     return _Space(entry, (parsing.Scalar(low), parsing.Scalar(high)), is_range=True, log=log)
-
-
-def _settings(entries: Mapping[str, parsing.Entry], problems: list[Problem]) -> SweepKeys:
-    values: dict[str, Any] = {}
-    for key, entry in entries.items():
-        about = SweepKeys.model_fields[key]
-        try:
-            values[key] = getattr(SweepKeys.model_validate({key: parsing.read_value(about, entry.raw)}), key)
-        except (parsing.UnreadableError, ValidationError):
-            what = f"{key} is {entry.raw}, but takes {parsing.expected(about)}"
-            problems.append(Problem(entry.where, what, f"the default is {dump_value(about.default)}"))
-    return SweepKeys(**values)
 
 
 def _decided(

@@ -123,7 +123,6 @@ class CheckContext:
             "output_dir": str(self.scratch / "run"),
             "experiment_name": None,
             "max_train_steps": TOY_STEPS + 2,
-            "crowd": "fixed",
             "batch_size": self.toy_batch,
             "global_batch_size": None,
             "gradient_accumulation_steps": 1,

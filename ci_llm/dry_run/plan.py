@@ -21,7 +21,7 @@ from ci_llm.config import Config
 from ci_llm.core.quantities import duration
 from ci_llm.dry_run import environment, inputs, toy_run
 from ci_llm.dry_run.context import CheckContext
-from ci_llm.errors import CiLlmError
+from ci_llm.errors import CiLlmError, first_line
 from ci_llm.interrupts import Interrupts
 
 Verdict = Literal["passed", "failed", "skipped"]
@@ -85,8 +85,7 @@ def _run_check(check: Check, context: CheckContext, debug: bool) -> CheckResult:
 def _error_lines(error: Exception) -> list[str]:
     if isinstance(error, CiLlmError):
         return str(error).splitlines()
-    said = str(error).strip().splitlines()
-    return [f"{type(error).__name__}: {said[0] if said else 'no message'}", "  hint:  --debug shows where it happened"]
+    return [f"{type(error).__name__}: {first_line(error)}", "  hint:  --debug shows where it happened"]
 
 
 MARKS: Final = {"passed": ("ok", "green"), "failed": ("FAILED", "bold red"), "skipped": ("skipped", "dim")}

@@ -33,7 +33,7 @@ from ci_llm.run.one_layer import record_bits
 from ci_llm.run.saving import contents_of
 from ci_llm.run.setup import assemble, build_crowd, set_determinism
 from ci_llm.run.start.loading import open_base, training_rows
-from ci_llm.run.start.resume import Resume, newest_source
+from ci_llm.run.start.resume import Resume, Source, newest_source
 from ci_llm.run.trainer import Trainer
 
 TERMINATED = "signal:SIGTERM"
@@ -121,18 +121,23 @@ def checkpoint(context: CheckContext) -> str:
     for moments in trainer.checkpoint.optimizer.state.values():
         for tensor in moments.values():
             tensor.zero_()
-    with trainer.processes.main_process_first():
-        source = newest_source(context.attempt.manager)
-    if source is None or source.step != trainer.state.step:
-        raise CheckpointError(
-            f"the checkpoint of step {trainer.state.step} is not found again", where=str(context.scratch)
-        )
+    source = _saved(context)
     trainer.state = Resume(trainer.checkpoint, source).restore().state
     _compare(wanted, _bits(contents_of(trainer, context.attempt)[0]), str(source.folder))
     if result is None:  # on every process but the one that writes
         return ""
     context.measured.checkpoint_bytes = result.nbytes
     return f"{size(result.nbytes)} written in {duration(result.seconds)}, read back bit for bit"
+
+
+def _saved(context: CheckContext) -> Source:
+    """The checkpoint of the present step, which must be the newest."""
+    step = context.trainer.state.step
+    with context.processes.main_process_first():
+        source = newest_source(context.attempt.manager)
+    if source is None or source.step != step:
+        raise CheckpointError(f"the checkpoint of step {step} is not found again", where=str(context.scratch))
+    return source
 
 
 def _bits(state: Any, name: str = "") -> dict[str, bytes]:
@@ -164,10 +169,7 @@ def interruption(context: CheckContext) -> str:
     attempt.interrupts = context.interrupts
     if stop != TERMINATED or trainer.state.step != TOY_STEPS + 1:
         raise CiLlmError(f"a SIGTERM in step {TOY_STEPS + 1} stopped the run at step {trainer.state.step}: {stop}")
-    with trainer.processes.main_process_first():
-        source = newest_source(context.attempt.manager)
-    if source is None or source.step != trainer.state.step:
-        raise CheckpointError(f"step {trainer.state.step} was not saved after a SIGTERM", where=str(context.scratch))
+    source = _saved(context)
     _compare(_bits(contents_of(trainer, context.attempt)[0]), _bits(source.checkpoint.state), str(source.folder))
     return f"SIGTERM in step {trainer.state.step}: finished, saved and read back {duration(took)} later"
 
@@ -272,10 +274,8 @@ def _regret(trainer: Trainer, prompt: list[int], text: list[int]) -> float:
 
 
 def _tolerance(trainer: Trainer) -> float:
-    exact = trainer.config.mixed_precision == "no" and trainer.checkpoint.base.model.dtype in (
-        torch.float32,
-        torch.float64,
-    )
+    stored = trainer.checkpoint.base.model.dtype
+    exact = trainer.config.mixed_precision == "no" and stored in (torch.float32, torch.float64)
     return 1e-3 if exact else 0.2
 
 
@@ -290,10 +290,8 @@ def conclusion(context: CheckContext) -> str:
     assert scores is not None
     if trainer.processes.is_main_process:
         load_checkpoint(trainer.config.run_folder / "final_checkpoint")
-    rows, questions = (
-        len(trainer.evaluator.rows),
-        min(len(trainer.evaluator.rows), trainer.config.generation_eval_samples),
-    )
+    rows = len(trainer.evaluator.rows)
+    questions = min(rows, trainer.config.generation_eval_samples)
     context.measured.row_evaluated_s = (middle - start) / rows
     context.measured.token_generated_s = max(0.0, end - middle - (middle - start)) / GENERATED_TOKENS
     done = f"{count(rows, 'row')} scored, {count(questions, 'answer')} generated"

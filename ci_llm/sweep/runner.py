@@ -22,7 +22,7 @@ from ci_llm.config.own_keys import NAME
 from ci_llm.config.sweep import Choices, Range, Space, SweepReading
 from ci_llm.core.durable import new_folder, remove_tree, write_new
 from ci_llm.core.evaluation_file import read_evaluation
-from ci_llm.core.quantities import count, duration, size
+from ci_llm.core.quantities import count, size
 from ci_llm.core.run_folder import BEST
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.card import CardFacts, adapter_card, public_name
@@ -33,7 +33,7 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.end.result import write_page
 from ci_llm.run.job import joined, run_among, stopped_before_meeting
-from ci_llm.run.start.cost_model import USABLE, Untraceable, flops_per_s, lengths_of, trace_longest
+from ci_llm.run.start.cost_model import USABLE, Untraceable, lengths_of, trace_longest
 from ci_llm.run.start.loading import Loaded, choice_by_test_rows, load, steps_of
 from ci_llm.run.step.callbacks import Callbacks
 from ci_llm.sweep.sweep import Pack, Sweep, known_record, plan_of, read_record
@@ -63,21 +63,6 @@ def trials_per_pass(
         what = f"{min(int(wanted), trials)} trials of one pass do not fit into memory: {size(free)} are free"
         raise ConfigError(what, where=f"agents_per_pass: {wanted}", hint=f"agents_per_pass={max(fit, 1)}, or auto")
     return int(wanted)
-
-
-def time_needed(config: Config, plan: HalvingPlan, loaded: Loaded, processes: Processes) -> str:
-    """A line for people: how long a sweep will train."""
-    rows = loaded.rows[0]  # common to all trials
-    lengths, shape = lengths_of(config, sampled([rows])), load_architecture(config.model_name)
-    batch = config.batch_size
-    try:
-        found = trace_longest(config, shape, processes.device, batch, lengths)
-    except Untraceable as error:
-        return f"how long it takes is not estimated: {error}"
-    steps, per_step = plan.agent_steps, min(config.rows_per_step(processes.num_processes), len(rows))
-    flops = found.flops * steps * per_step * lengths.mean / (batch * lengths.longest_in_batch(batch))
-    seconds = flops / flops_per_s(config, shape, processes.device) / processes.num_processes
-    return f"about {duration(seconds)} of training and its evaluations beside: {count(steps, 'step')} of one agent each"
 
 
 def _that_fit(config: Config, spaces: Mapping[str, Space], loaded: Loaded, processes: Processes) -> int | None:
@@ -272,8 +257,7 @@ class SweepRunner:
 
     def _train(self, sweep: Sweep, processes: Processes, loaded: Loaded, attempt: Attempt) -> str | None:
         """Train pack after pack; returns the reason of a stop."""
-        cost = processes.on_main(partial(time_needed, self._reading.config, sweep.standings.plan, loaded, processes))
-        for line in (*described(sweep.standings.plan, self._reading), cost):
+        for line in described(sweep.standings.plan, self._reading):
             self._say(f"sweep     {line}")
         if note := choice_by_test_rows("the best trial", loaded.eval_rows):
             self._say(f"sweep     {note}")

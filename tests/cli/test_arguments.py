@@ -9,6 +9,7 @@ import pytest
 from ci_llm.cli.command import Parser
 from ci_llm.cli.main import main
 from ci_llm.errors import ConfigError
+from ci_llm.evaluation import saved_crowd
 
 
 @pytest.fixture
@@ -47,3 +48,11 @@ def test_options_stand_anywhere_among_other_words() -> None:
 def test_a_nested_verb_takes_options_with_underscores_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", "prune", str(tmp_path), "--keep", "1", "--dry_run"]) == 2
     assert "unrecognized" not in capsys.readouterr().err
+
+
+def test_a_data_set_that_is_not_there_is_refused_before_a_base_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(saved_crowd, "evaluate", None)
+    assert main(["evaluate", "embedded", "--data", "missing.jsonl"]) == 2
+    assert "the data set does not exist\n  where: --data: " in capsys.readouterr().err

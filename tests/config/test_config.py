@@ -25,7 +25,7 @@ from ci_llm.config import (
     read_config,
 )
 from ci_llm.config.foreign import ALIASES, NO_EFFECT, REMOVED, UNSUPPORTED, VALUE_ALIASES
-from ci_llm.config.parsing import NULL_WORDS, Scalar, UnreadableError, kinds_of, read_value
+from ci_llm.config.parsing import NULL_WORDS, UNREADABLE, Scalar, kinds_of, read_value
 from ci_llm.config.schema import FOUND
 from ci_llm.config.sweep import read_sweep
 from ci_llm.errors import ConfigError
@@ -374,7 +374,7 @@ def test_the_command_line_overrides_keys_of_the_file_that_mean_the_same(strong: 
     assert set(changed(read.config)) == {"seed", *changed(load_config(None, [weak]))}
     assert getattr(read.config, key) is None
     _, line = read.lines
-    assert line.startswith(f"{key}={value} ({file}:2) is set aside: the command line says ")
+    assert line.startswith(f"{key}={value} ({file}:2) is set aside: command line says ")
 
 
 def test_a_null_on_the_command_line_sets_nothing_aside(file: Path) -> None:
@@ -689,8 +689,7 @@ def test_no_key_converts_values_of_another_type() -> None:
         [kind] = kinds & LOOSE.keys()
         seen.add(kind)
         for text, quoted in LOOSE[kind]:
-            with pytest.raises(UnreadableError):
-                read_value(field, Scalar(text, quoted))
+            assert read_value(field, Scalar(text, quoted)) is UNREADABLE
     assert seen == LOOSE.keys()
 
 
@@ -714,6 +713,19 @@ def test_no_clash_is_made_up_from_a_value_that_is_wrong_itself(file: Path) -> No
     said = complaint(file)
     assert "num_labels is '-1'" in said
     assert "is about classes" not in said
+    with pytest.raises(ConfigError, match=r"^rewards is \[\]"):  # and not that grpo has no rewards
+        Config(objective="grpo", rewards=[])
+
+
+@pytest.mark.parametrize("said", ['"lora_alpha": NaN', '"lora_alpha": 8, "target_modules": ["q_proj", 1]'])
+def test_an_adapter_to_start_from_that_says_nonsense_is_left_to_who_loads_it(said: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(f'{{"r": 4, {said}}}')
+    assert Config(init_from=tmp_path).lora_alpha == 16
+
+
+def test_a_call_in_python_is_told_what_the_launcher_gives_in_vain() -> None:
+    _, line = read_call(None, {"mixed_precision": "no"}, BF16 | {"gradient_accumulation_steps": "1"}).lines
+    assert line.endswith("(accelerate launch) has no effect: mixed_precision=no decides (train(...))")
 
 
 def test_one_name_alone_is_a_list_of_one_in_python_too() -> None:

@@ -162,6 +162,12 @@ def test_all_problems_come_at_once_each_with_its_place(tmp_path: Path) -> None:
     assert "weight_decay is 'a'" in said
 
 
+def test_a_call_in_python_without_a_space_is_named() -> None:
+    with pytest.raises(ConfigError, match="nothing to sweep") as refused:
+        read_sweep_call(None, {"max_train_steps": 4})
+    assert refused.value.where == "Sweep(...)"
+
+
 def test_optuna_absent_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ci_llm.config.sweep.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'needs Optuna(.|\n)*pip install "ci-llm\[sweep\]"'):

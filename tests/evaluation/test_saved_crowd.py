@@ -362,7 +362,7 @@ def test_an_evaluation_that_does_not_fit_continues_in_smaller_batches(
         (["--metric", "bleu"], "--metric: invalid choice: 'bleu'"),
         (["--abstain-below", "2"], "--abstain-below: must be a probability"),
         (["--agents-per-prompt", "2"], "leave it out: all agents answer"),
-        (["more"], "'more' is neither an option nor key=value"),
+        (["more"], "'more' is neither a key nor a value"),
         (["learning_rate=1"], "learning_rate cannot be changed for an evaluation"),
         (["rewards=final_number"], "rewards judge the answers of agents that learned by rewards, and these did not"),
         (["agregator=logit"], "agregator is not a key"),

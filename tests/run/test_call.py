@@ -264,7 +264,7 @@ def test_a_configuration_is_a_file_a_mapping_or_keys(tmp_path: Path) -> None:
     for given in (file, str(file), {"lr": 1e-3, "num_agents": 3}, ci_llm.Config(lr=1e-3, num_agents=3)):
         assert read_call(given, {"lr": 5e-4}).config == wanted
     read = read_call(file, {"output_dir": tmp_path})
-    assert read.lines == (f"{file}; overrides: output_dir={tmp_path}; defaults for all other keys",)
+    assert read.lines == (f"{file}; train(...): output_dir={tmp_path}; defaults for all other keys",)
     assert read_call(None, {}).config == ci_llm.Config()
     assert read_call(None, {}, {"mixed_precision": "bf16"}).config.mixed_precision == "bf16"
 
@@ -274,7 +274,7 @@ def test_a_configuration_is_a_file_a_mapping_or_keys(tmp_path: Path) -> None:
     [
         ({"config": {"learning_rat": 1, "num_agents": "many"}}, "learning_rat(.|\n)*num_agents"),
         ({"config": "nowhere.yaml"}, "nowhere.yaml"),
-        ({"batch_size": 0, "lr": "fast"}, "learning_rate(.|\n)*batch_size"),
+        ({"batch_size": 0, "lr": "fast"}, "batch_size(.|\n)*learning_rate"),
         ({"model_name": "embedded", "dataset_name": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"callbacks": [object()]}, "no method for an event"),
         ({"callbacks": [Misspelt()]}, r"has on_step_ends, which nothing calls\n.*\n.*on_step_end,"),

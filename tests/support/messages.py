@@ -22,8 +22,8 @@ import pytest
 import yaml
 
 from ci_llm.cli.main import COMMANDS, main
-from ci_llm.config.foreign import FIELDS, UnknownNameError, resolve
-from ci_llm.config.parsing import Entry, Scalar, UnreadableError, read_value
+from ci_llm.config.foreign import FIELDS, resolve
+from ci_llm.config.parsing import UNREADABLE, Entry, Scalar, read_value
 from ci_llm.config.sweep import SweepKeys
 
 ROOT: Final = Path(__file__).parents[2]
@@ -91,12 +91,12 @@ def require_typable(hint: str) -> None:
         if key in SweepKeys.model_fields:
             continue
         is_open = _LEFT_OPEN.fullmatch(value) is not None
-        try:
-            found = resolve(Entry(key, Scalar("null" if is_open else value), "hint"))
-            if found is not None and found[0] in FIELDS and not is_open:
-                read_value(FIELDS[found[0]], found[1].raw)
-        except (UnknownNameError, UnreadableError) as error:
-            raise AssertionError(f"{key}={value} cannot be typed, in: {hint}") from error
+        found = resolve(Entry(key, Scalar("null" if is_open else value), "hint"))
+        assert found is not None, f"{key}={value} cannot be typed, in: {hint}"
+        if found[0] in FIELDS and not is_open:
+            assert read_value(FIELDS[found[0]], found[1].raw) is not UNREADABLE, (
+                f"{key}={value} is read by nobody: {hint}"
+            )
 
 
 @cache

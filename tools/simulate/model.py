@@ -8,7 +8,7 @@ pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
@@ -16,19 +16,11 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 import numpy as np
 from annotated_types import Ge, Le
 from numpy.random import Generator
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from ci_llm.config.key import Amount, Count, DurationMark, Keys, Positive, Seconds, Share, Size
-from ci_llm.config.parsing import (
-    COMMAND_LINE,
-    Entry,
-    UnreadableError,
-    expected,
-    hint,
-    nearest,
-    read_arguments,
-    read_value,
-)
+from ci_llm.config.parsing import COMMAND_LINE, nearest, read_arguments
+from ci_llm.config.problems import Problem, sound_values
 from ci_llm.config.yaml_file import dump_value, read_yaml
 from ci_llm.errors import ConfigError
 
@@ -177,39 +169,20 @@ def read_cluster(path: Path | None, words: Sequence[str]) -> Cluster:
     """
     entries = [] if path is None else read_yaml(_text(path), str(path))
     typed, strays = read_arguments(words, lambda _: "with a value")
-    problems = [f"{COMMAND_LINE}: {word!r} is neither a key nor a value" for word in strays]
+    problems = [Problem(COMMAND_LINE, f"{word!r} is neither a key nor a value", HELP) for word in strays]
     given = {entry.name.replace("-", "_"): entry for entry in (*entries, *typed)}
-    values: dict[str, Any] = {}
     for name, entry in given.items():
-        try:
-            values[name] = read_value(Cluster.model_fields[name], entry.raw)
-        except KeyError:
+        if name not in Cluster.model_fields:
             near = nearest(name, Cluster.model_fields)
-            problems.append(f"{entry.where}: {name} is no key; {f'did you mean {near}?' if near else HELP}")
-        except UnreadableError:
-            problems.append(_misfit(name, entry))
-    return _validated(values, given, problems)
-
-
-def _validated(values: dict[str, Any], given: Mapping[str, Entry], problems: list[str]) -> Cluster:
-    try:
-        cluster = Cluster.model_validate({key: value for key, value in values.items() if key in Cluster.model_fields})
-    except ValidationError as error:
-        problems += [_misfit(str(detail["loc"][0]), given[str(detail["loc"][0])]) for detail in error.errors()]
-    else:
-        if cluster.mtbf_s < cluster.step:  # it would end never, and be simulated for hours
-            often = f"a failure every {cluster.mtbf_s:.2g} s, and a step takes {cluster.step:g} s: no step is ever done"
-            problems.append(f"{often} (in a duration m is a minute and d a day)")
+            problems.append(Problem(entry.where, f"{name} is no key", f"did you mean {near}?" if near else HELP))
+    cluster = Cluster(**sound_values(given, problems, Cluster))
+    if not problems and cluster.mtbf_s < cluster.step:  # it would end never, and be simulated for hours
+        often = f"a failure every {cluster.mtbf_s:.2g} s, and a step takes {cluster.step:g} s: no step is ever done"
+        raise ConfigError(f"{often} (in a duration m is a minute and d a day)", hint=HELP)
     if problems:
-        one = problems[0] if len(problems) == 1 else "".join(f"\n  {problem}" for problem in dict.fromkeys(problems))
+        one = str(problems[0]) if len(problems) == 1 else "".join(f"\n  {problem}" for problem in problems)
         raise ConfigError(one if len(problems) == 1 else f"{len(problems)} problems:{one}", hint=HELP)
     return cluster
-
-
-def _misfit(name: str, entry: Entry) -> str:
-    field = Cluster.model_fields[name]
-    instead = hint(field, entry.raw) or f"the default is {dump_value(field.default)}"
-    return f"{entry.where}: {name} is {entry.raw}, but takes {expected(field)}; {instead}"
 
 
 def _text(path: Path) -> str:
