@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from ci_llm.embedded import BASE_FOLDER
-from ci_llm.embedded.stories import PRETRAINING_SEED, pretraining_texts
+from tools.pretraining_text import PRETRAINING_SEED, pretraining_texts
 
 VOCABULARY = 576
 MAX_LENGTH = 512

@@ -1,6 +1,6 @@
-"""Stories in arithmetic: the text that the embedded base was pretrained on, and the harder task its agents learn.
+"""Stories in arithmetic: the task that the agents of the embedded base learn.
 
-Both come from one grammar. A person has some things, things come and go, and the question is how many are left. Every
+A person has some things, things come and go, and the question is how many are left. Every
 number in an equation is from 1 to 30, and an answer solves the story line by line, as in GSM8K:
 
     Ann has 5 pens. Ann makes it 3 times as many. Ben hands over 2. How many pens are left?
@@ -8,13 +8,14 @@ number in an equation is from 1 to 30, and an answer solves the story line by li
     15+2=17
     #### 17
 
-The agents have to learn what the base's text does not have: new verbs, and multiplication in the solution of a story
-(the base has seen multiplication in bare equations only). Everything here is a pure function of a seed.
+The base was pretrained on easier text of the same grammar (`tools/pretraining_text.py`). Its agents have to learn what
+that text does not have: new verbs, and multiplication in the solution of a story (the base has seen multiplication in
+bare equations only). Everything here is a pure function of a seed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -52,21 +53,6 @@ DISTRACTION = (
     "{name} is {noise} years old.",
 )
 TIMES = ("Then the number becomes {by} times as big.", "{name} makes it {by} times as many.")
-KNOWN_VERBS = {
-    "+": (
-        "{name} buys {by} more.",
-        "{friend} gives {name} {by} more.",
-        "{name} finds {by} more.",
-        "{name} gets {by} from {friend}.",
-    ),
-    "-": (
-        "{name} gives {by} to {friend}.",
-        "{name} loses {by}.",
-        "{name} sells {by}.",
-        "{friend} takes {by} away.",
-    ),
-    "*": TIMES,
-}
 NEW_VERBS = {
     "+": ("{name} wins {by}.", "{friend} hands over {by}.", "{by} come in the mail."),
     "-": ("{name} breaks {by}.", "{name} throws {by} out.", "{by} are stolen."),
@@ -93,10 +79,7 @@ class Kind:
     largest_start: int
 
 
-PRETRAINING = Kind((1, 1, 2, 2, 3), "+-", KNOWN_VERBS, distraction=0.15, largest_start=25)
 TASK = Kind((2, 3), "+-*", NEW_VERBS, distraction=0.25, largest_start=15)
-
-PRETRAINING_SEED = 7
 
 # The seed and the size of each split of the agents' task. Take a new seed for the test once a choice has been made by
 # looking at test rows, because their figures are then no longer a test.
@@ -135,24 +118,16 @@ def task_rows(seed: int, count: int, exclude: Collection[str] = frozenset()) -> 
     return [{"question": question, "answer": answer} for question, answer in found.items()]
 
 
-def pretraining_texts(seed: int) -> Iterator[str]:
-    """Yield the base's text without end: bare and chained equations, stories with their solutions, and narratives."""
-    rng = Random(seed)
-    kinds = (_equations, _chain, _solved_story, _narrative)
-    while True:
-        yield rng.choices(kinds, weights=(15, 17, 63, 5))[0](rng)
-
-
 def story(rng: Random, kind: Kind) -> tuple[str, str]:
     """A question, and its answer, which ends with `#### n`."""
-    names = _names(rng)
+    names = draw_names(rng)
     value = rng.randint(3, kind.largest_start)
     sentences = [rng.choice(START).format(start=value, **names)]
     lines = []
     for _ in range(rng.choice(kind.steps)):
         if rng.random() < kind.distraction:
             sentences.append(_distraction(rng, names))
-        operation, by, result = _operate(rng, value, kind.operations)
+        operation, by, result = operate(rng, value, kind.operations)
         sentences.append(rng.choice(kind.verbs[operation]).format(by=by, **names))
         lines.append(f"{value}{operation}{by}={result}")
         value = result
@@ -160,23 +135,8 @@ def story(rng: Random, kind: Kind) -> tuple[str, str]:
     return " ".join(sentences), "\n".join([*lines, f"#### {value}"])
 
 
-def equation(rng: Random) -> str:
-    """One sum, difference or product, drawn with weights 42, 43 and 15."""
-    operation = rng.choices("+-*", weights=(42, 43, 15))[0]
-    if operation == "+":
-        total = rng.randint(2, LARGEST)
-        part = rng.randint(1, total - 1)
-        return f"{part}+{total - part}={total}"
-    if operation == "-":
-        total = rng.randint(2, LARGEST)
-        part = rng.randint(1, total - 1)
-        return f"{total}-{part}={total - part}"
-    times = rng.randint(2, 5)
-    part = rng.randint(1, LARGEST // times)
-    return f"{part}*{times}={part * times}"
-
-
-def _names(rng: Random) -> dict[str, str]:
+def draw_names(rng: Random) -> dict[str, str]:
+    """The persons and things of a story."""
     name, friend = rng.sample(NAMES, 2)
     things, others = rng.sample(THINGS, 2)
     return {"name": name, "friend": friend, "things": things, "others": others}
@@ -186,7 +146,7 @@ def _distraction(rng: Random, names: dict[str, str]) -> str:
     return rng.choice(DISTRACTION).format(noise=rng.randint(2, 99), place=rng.choice(PLACES), **names)
 
 
-def _operate(rng: Random, value: int, operations: str) -> tuple[str, int, int]:
+def operate(rng: Random, value: int, operations: str) -> tuple[str, int, int]:
     """An operation on `value`, its second operand and its result.
 
     If the result of the operation drawn could leave 1..30, another operation takes its place.
@@ -204,31 +164,3 @@ def _operate(rng: Random, value: int, operations: str) -> tuple[str, int, int]:
         return operation, by, value - by
     by = rng.randint(2, min(4, LARGEST // value))
     return operation, by, value * by
-
-
-def _equations(rng: Random) -> str:
-    return " ".join(equation(rng) for _ in range(rng.randint(4, 8)))
-
-
-def _chain(rng: Random) -> str:
-    """Equations in which each result is the first operand of the next."""
-    value = rng.randint(3, 25)
-    links = []
-    for _ in range(rng.randint(2, 5)):
-        operation, by, result = _operate(rng, value, "++--*")
-        links.append(f"{value}{operation}{by}={result}")
-        value = result
-    return " ".join(links)
-
-
-def _solved_story(rng: Random) -> str:
-    return "\n".join(story(rng, PRETRAINING))
-
-
-def _narrative(rng: Random) -> str:
-    """Five sentences about the same persons and things, without a question that they answer."""
-    names = _names(rng)
-    numbers = {key: rng.randint(2, 99) for key in ("start", "by", "noise")}
-    sentences = (*START, *KNOWN_VERBS["+"], *KNOWN_VERBS["-"], *TIMES, *DISTRACTION, *ASK)
-    place = rng.choice(PLACES)
-    return " ".join(rng.choice(sentences).format(place=place, **numbers, **names) for _ in range(5))

@@ -22,6 +22,7 @@ from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Chat, Completion, Message
 from ci_llm.embedded import stories
 from tests.support.crowds import K, disturbed_crowd
+from tools.pretraining_text import KNOWN_VERBS
 
 HOW: Any = {"max_new_tokens": 40, "aggregator": "probability"}
 
@@ -136,7 +137,7 @@ def prompter(crowd: Crowd) -> Prompter:
 
 def examples(prompter: Prompter, count: int) -> Iterator[Example]:
     encoder, random = Encoder(prompter.tokenizer), Random(5)
-    kind = stories.Kind((1,), "+-", stories.KNOWN_VERBS, distraction=0, largest_start=20)
+    kind = stories.Kind((1,), "+-", KNOWN_VERBS, distraction=0, largest_start=20)
     for _ in range(count):
         question, answer = stories.story(random, kind)
         yield encoder.encode(Chat((Message("user", question), Message("assistant", answer))))
