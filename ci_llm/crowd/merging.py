@@ -50,11 +50,6 @@ METHODS: Final[Mapping[str, Method]] = {
     "svd": Method("the mean of the products, cut to the rank of the agents by SVD", cut=True),
     "mean": Method("mean of A and mean of B, for agents with a common start", of_factors=True),
 }
-#: Names that people know from PEFT and from papers.
-ALIASES: Final[Mapping[str, str]] = {
-    "soup": "mean",
-    "linear": "mean",
-}
 #: What PEFT makes of exported agents, and this program does not.
 _OF_PEFT: Final = ("ties", "dare", "magnitude_prune")
 
@@ -127,9 +122,8 @@ def merge_of(name: str, weights: Sequence[float] | None = None, rank: int | None
     """
     from ci_llm.config.parsing import nearest  # it loads the schema, which --help does without
 
-    known = ALIASES.get(name, name)
-    if known not in METHODS:
-        close = nearest(name, [*METHODS, *ALIASES, DISTILLED])
+    if name not in METHODS:
+        close = nearest(name, [*METHODS, DISTILLED])
         hint = f"{f'did you mean {close}? ' if close else ''}one of: {', '.join([*METHODS, DISTILLED])}"
         if name.startswith(_OF_PEFT):
             hint = f"{hint}; PEFT makes it of exported agents, as docs/commands.md shows"
@@ -137,13 +131,13 @@ def merge_of(name: str, weights: Sequence[float] | None = None, rank: int | None
     wrong = []
     if weights is not None and not (all(0 <= w < math.inf for w in weights) and 0 < sum(weights) < math.inf):
         wrong.append("--weights: each must be a number of at least 0, and one above 0")
-    if rank is not None and not METHODS[known].cut:
-        wrong.append(f"--rank: the rank of {known} follows from the agents'; svd cuts it")
+    if rank is not None and not METHODS[name].cut:
+        wrong.append(f"--rank: the rank of {name} follows from the agents'; svd cuts it")
     elif rank is not None and rank < 1:
         wrong.append(f"--rank {rank}: it must be at least 1")
     if wrong:
         raise BadInput("; ".join(wrong), where=f"--merge {name}", hint="ci-llm export --help")
-    return Merge(known, tuple(weights) if weights else None, rank)
+    return Merge(name, tuple(weights) if weights else None, rank)
 
 
 #: Keys of a PEFT configuration that limit its target modules to some layers.
@@ -181,7 +175,7 @@ def merged(base: PreTrainedModel, agents: Sequence[Adapter], merge: Merge) -> Ad
         a, b = (_mean_factors if merge.method.of_factors else _joined_factors)(weighted, module)
         if merge.method.cut:
             a, b = truncated(a, b, rank)
-        missing = rank - len(a)  # an adapter has one rank, and some agents may not adapt this module
+        missing = rank - len(a)  # an adapter has one rank, which not every module can have
         tensors[tensor_name(module, "A")] = pad(a, (0, 0, 0, missing)).cpu().contiguous()
         tensors[tensor_name(module, "B")] = pad(b, (0, missing)).cpu().contiguous()
     plain = {"r": rank, "lora_alpha": rank, "use_rslora": False, "lora_dropout": 0.0}
@@ -227,7 +221,7 @@ def truncated(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         b: [out, n].
 
     Returns:
-        [rank, in] and [out, rank], with equal norms.
+        [n', in] and [out, n'], with equal norms; n' is `rank`, or the most that the product can have.
     """
     import torch
 
@@ -237,6 +231,4 @@ def truncated(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     root = s[:rank].sqrt()
     narrow_a = root[:, None] * (vh[: len(root)] @ q_a.T)
     narrow_b = (q_b @ u[:, : len(root)]) * root
-    missing = rank - len(root)
-    pad = torch.nn.functional.pad
-    return pad(narrow_a, (0, 0, 0, missing)).to(a.dtype), pad(narrow_b, (0, missing)).to(b.dtype)
+    return narrow_a.to(a.dtype), narrow_b.to(b.dtype)
