@@ -113,9 +113,8 @@ def generate_each(
     Raises:
         DataError, ModelError: as `generate_ids`.
     """
-    how = {"include_agents": wanted.include_agents, "uncertainty": wanted.uncertainty}
-    size = len(requests_of(crowd, 0, [0], wanted.decoding, **how))
-    groups = (requests_of(crowd, number, prompt, wanted.decoding, **how) for number, prompt in asked)
+    size = len(requests_of(crowd, 0, [0], wanted))
+    groups = (requests_of(crowd, number, prompt, wanted) for number, prompt in asked)
     found = written(crowd, groups, size, at_a_time * size, wanted.stop, wanted.is_over)
     while True:
         with base_errors(crowd):
@@ -180,19 +179,12 @@ def base_errors(crowd: CrowdModel) -> Iterator[None]:
         raise unusable_base(crowd.model, crowd.base_name, f"cannot generate ({describe_error(error)})") from error
 
 
-def requests_of(
-    crowd: CrowdModel,
-    number: int,
-    prompt: TokenIds,
-    decoding: Decoding,
-    *,
-    include_agents: bool = False,
-    uncertainty: bool = False,
-) -> list[Request]:
+def requests_of(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted) -> list[Request]:
     """The requests of one prompt: the crowd's text unless it votes, and then those of the agents, which are greedy."""
+    decoding = wanted.decoding
     votes, greedy = find_vote(decoding.aggregator) is not None, replace(decoding, do_sample=False)
-    own = [] if votes else [Request(prompt, decoding, key=generate_key(number), uncertainty=uncertainty)]
-    agents = range(crowd.num_agents) if votes or include_agents else ()
+    own = [] if votes else [Request(prompt, decoding, key=generate_key(number), uncertainty=wanted.uncertainty)]
+    agents = range(crowd.num_agents) if votes or wanted.include_agents else ()
     return own + [Request(prompt, greedy, k) for k in agents]
 
 

@@ -206,7 +206,8 @@ class AgentsJob(Job):
 
     def asked(self, crowd: CrowdModel) -> list[Request]:
         call, tokenizer = self.call, _prompter(crowd).tokenizer
-        requests = generation.requests_of(crowd, self.number, self.prompt, call.decoding, include_agents=True)
+        wanted = generation.Wanted(call.decoding, include_agents=True)
+        requests = generation.requests_of(crowd, self.number, self.prompt, wanted)
         self.texts = requests if call.votes else requests[1:]  # the crowd's own is another job's
         for request in self.texts:
             request.tag = self
