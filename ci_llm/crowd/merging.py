@@ -30,25 +30,11 @@ if TYPE_CHECKING:
     from ci_llm.crowd.adapter_files import Adapter
 
 
-@dataclass(frozen=True)
-class Method:
-    """A way to merge.
-
-    Attributes:
-        does: the result, in a line.
-        cut: True if SVD brings the result to a rank; otherwise its rank follows from the agents'.
-        of_factors: True if A and B are combined separately.
-    """
-
-    does: str
-    cut: bool = False
-    of_factors: bool = False
-
-
-METHODS: Final[Mapping[str, Method]] = {
-    "cat": Method("the mean of the agents' products B A, exactly; its rank is the sum of theirs"),
-    "svd": Method("the mean of the products, cut to the rank of the agents by SVD", cut=True),
-    "mean": Method("mean of A and mean of B, for agents with a common start", of_factors=True),
+#: The merges, each with its result in a line.
+METHODS: Final[Mapping[str, str]] = {
+    "cat": "the mean of the agents' products B A, exactly; its rank is the sum of theirs",
+    "svd": "the mean of the products, cut to the rank of the agents by SVD",
+    "mean": "mean of A and mean of B, for agents with a common start",
 }
 #: What PEFT makes of exported agents, and this program does not.
 _OF_PEFT: Final = ("ties", "dare", "magnitude_prune")
@@ -66,10 +52,6 @@ class Merge:
     name: str
     weights: tuple[float, ...] | None = None
     rank: int | None = None
-
-    @property
-    def method(self) -> Method:
-        return METHODS[self.name]
 
     def shares(self, num_agents: int) -> list[float]:
         """The agents' weights, scaled to the sum 1.
@@ -131,7 +113,7 @@ def merge_of(name: str, weights: Sequence[float] | None = None, rank: int | None
     wrong = []
     if weights is not None and not (all(0 <= w < math.inf for w in weights) and 0 < sum(weights) < math.inf):
         wrong.append("--weights: each must be a number of at least 0, and one above 0")
-    if rank is not None and not METHODS[name].cut:
+    if rank is not None and name != "svd":
         wrong.append(f"--rank: the rank of {name} follows from the agents'; svd cuts it")
     elif rank is not None and rank < 1:
         wrong.append(f"--rank {rank}: it must be at least 1")
@@ -159,21 +141,22 @@ def merged(base: PreTrainedModel, agents: Sequence[Adapter], merge: Merge) -> Ad
     from ci_llm.crowd.adapter_files import Adapter, tensor_name
 
     weighted = [*zip(agents, merge.shares(len(agents)), strict=True)]
-    if merge.method.of_factors and len({(agent.rank, *agent.modules) for agent in agents}) > 1:
+    of_factors = merge.name == "mean"
+    if of_factors and len({(agent.rank, *agent.modules) for agent in agents}) > 1:
         raise BadInput(
             "the agents differ in rank or modules, and have no mean of A and of B",
             where=f"--merge {merge.name}",
             hint="--merge svd or cat",
         )
     most = sum(agent.rank for agent in agents)
-    rank = merge.rank or (max(agent.rank for agent in agents) if merge.method.cut or merge.method.of_factors else most)
+    rank = merge.rank or (most if merge.name == "cat" else max(agent.rank for agent in agents))
     if rank > most:
         raise BadInput(f"the agents' products have rank {most} together", where=f"--rank {rank}", hint=f"--rank {most}")
     modules = list(dict.fromkeys(name for agent in agents for name in agent.modules))
     tensors = {}
     for module in modules:
-        a, b = (_mean_factors if merge.method.of_factors else _joined_factors)(weighted, module)
-        if merge.method.cut:
+        a, b = (_mean_factors if of_factors else _joined_factors)(weighted, module)
+        if merge.name == "svd":
             a, b = truncated(a, b, rank)
         missing = rank - len(a)  # an adapter has one rank, which not every module can have
         tensors[tensor_name(module, "A")] = pad(a, (0, 0, 0, missing)).cpu().contiguous()
