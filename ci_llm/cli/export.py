@@ -58,7 +58,7 @@ def export(words: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    does = {name: method.does for name, method in METHODS.items()} | {DISTILLED: DISTILLED_DOES}
+    does = {**METHODS, DISTILLED: DISTILLED_DOES}
     merges = "\n".join(f"  {name:<16} {what}" for name, what in does.items())
     parser = parser_of("export", _COMMON)
     parser.epilog = str(parser.epilog).replace("MERGES", merges)

@@ -26,9 +26,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ci_llm.base.targets import peft_targets
 from ci_llm.checkpoints.layout import FINAL
+from ci_llm.core.durable import read_object
 from ci_llm.crowd.given_path import CONFIG, META_FILE
 from ci_llm.crowd.pretrained import listed_files
-from ci_llm.errors import CiLlmError, ModelError
+from ci_llm.errors import CiLlmError, ModelError, first_line
 from ci_llm.lora.heads import SCORE
 from ci_llm.lora.settings import LoraSettings
 
@@ -205,7 +206,13 @@ def _read_peft(folder: Path) -> External:
     if file is None:
         raise ModelError("the adapter has no weights", where=str(folder), hint="copy adapter_model.safetensors here")
     tensors = _read_tensors(file)
-    adapter = _external(config, tensors, folder)
+    adapter = External(config, tensors, folder)
+    try:
+        _ = adapter.rank, adapter.alpha, adapter.dropout
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"the adapter's settings cannot be read: {error!r}", where=str(folder), hint=_WHOLE) from error
+    if not adapter.modules:
+        raise ModelError("there is no LoRA tensor in it", where=str(folder), hint=_WHOLE)
     other = sorted(name for name in tensors if name != SCORE and not _TENSOR.fullmatch(name))
     if other:
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
@@ -215,17 +222,6 @@ def _read_peft(folder: Path) -> External:
             hint="its vocabulary was changed, or embeddings or output head trained: give one that leaves them alone",
         )
     return adapter
-
-
-def _external(config: Mapping[str, Any], tensors: Mapping[str, Tensor], source: Path) -> External:
-    found = External(config, tensors, source)
-    try:
-        _ = found.rank, found.alpha, found.dropout
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"the adapter's settings cannot be read: {error!r}", where=str(source), hint=_WHOLE) from error
-    if not found.modules:
-        raise ModelError("there is no LoRA tensor in it", where=str(source), hint=_WHOLE)
-    return found
 
 
 def _read_tensors(file: Path) -> dict[str, Tensor]:
@@ -242,20 +238,16 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        return read_object(file)
     except (OSError, ValueError) as error:
         raise _unreadable(file, error) from error
-    if not isinstance(value, dict):
-        raise ModelError("the file holds no JSON object", where=str(file), hint=_WHOLE)
-    return value
 
 
 _WHOLE = "give the complete folder as it was saved"
 
 
 def _unreadable(file: Path, error: Exception) -> ModelError:
-    text = str(error).strip().splitlines() or [type(error).__name__]
-    return ModelError(f"{file.name} cannot be read: {text[0]}", where=str(file), hint=_WHOLE)
+    return ModelError(f"{file.name} cannot be read: {first_line(error)}", where=str(file), hint=_WHOLE)
 
 
 # The form of llama.cpp and Ollama

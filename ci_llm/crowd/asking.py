@@ -176,16 +176,11 @@ def texts(crowd: CrowdModel, prompts: Sequence[Prompt], options: Decoding, batch
     return [asking.text(found.ids) for found in asking.generated(batch_size)]
 
 
-def stream(crowd: CrowdModel, prompt: Prompt, options: Decoding) -> Stream:
-    """Answer one prompt piece by piece; see `Crowd.stream`.
+def _pieces(asking: _Asking) -> Generator[str, None, Answer]:
+    """Yield the pieces of the answer to the one prompt, and return the answer.
 
     Votes, abstentions, and the answers of bases that do not read packed rows come in one piece.
     """
-    return Stream(_pieces(_Asking(crowd, [prompt], options)))
-
-
-def _pieces(asking: _Asking) -> Generator[str, None, Answer]:
-    """Yield the pieces of the answer to the one prompt, and return the answer."""
     crowd, options, [prompt], [ids] = asking.crowd, asking.options, asking.prompts, asking.ids
     if find_vote(options.aggregator) or options.abstain_below is not None or not decodes(crowd):
         [found] = asking.generated(1, uncertainty=True)
@@ -195,7 +190,8 @@ def _pieces(asking: _Asking) -> Generator[str, None, Answer]:
         return answer
     pieces: list[str] = []
     text = TextSoFar(asking.prompter.tokenizer, options.stop_strings, pieces.append)
-    requests = generation.requests_of(crowd, 0, ids, options, uncertainty=True)
+    wanted = generation.Wanted(options, uncertainty=True)
+    requests = generation.requests_of(crowd, 0, ids, wanted)
     decoder = Decoder(crowd, slots=1)
     decoder.admit(requests)
     while decoder.open:
@@ -206,7 +202,7 @@ def _pieces(asking: _Asking) -> Generator[str, None, Answer]:
                 decoder.release(request)
         yield from pieces
         pieces.clear()
-    found = generation.generated_of(crowd, requests, generation.Wanted(options))
+    found = generation.generated_of(crowd, requests, wanted)
     text.finish(found.ids)
     yield from pieces
     return asking.answer(prompt, found)
@@ -293,8 +289,8 @@ class TextSoFar:
 class Stream(Iterator[str]):
     """An iterator over the pieces of an answer, which is written while it is read, with the answer at its end."""
 
-    def __init__(self, pieces: Generator[str, None, Answer]) -> None:
-        self._pieces = pieces
+    def __init__(self, crowd: CrowdModel, prompt: Prompt, options: Decoding) -> None:
+        self._pieces = _pieces(_Asking(crowd, [prompt], options))
         self._result: Answer | None = None
 
     def __next__(self) -> str:

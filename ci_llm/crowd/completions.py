@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ci_llm.core.memory import unless_out_of_memory
+from ci_llm.crowd.asking import ends_of_answers
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoder import decodes
 from ci_llm.crowd.generation import written
 from ci_llm.crowd.model import CrowdModel
-from ci_llm.crowd.next_token import Decoding, Request, TokenIds, ends_of_base
+from ci_llm.crowd.next_token import Decoding, Request, TokenIds
 from ci_llm.errors import OutOfMemory
 from ci_llm.lora.passes import unusable_base
 from ci_llm.objectives.grpo import Grpo
@@ -80,9 +81,8 @@ class Drawer:
 
     def _requests(self, one: Asked, objective: Grpo, step: int) -> list[Request]:
         crowd, own = self.crowd, self.crowd.agents[one.agent].settings
-        assert crowd.prompter is not None
-        ends = crowd.prompter.ends | ends_of_base(crowd.model)
-        how = as_drawn(Decoding(objective.max_completion_length, ends, seed=own.seed), objective, one.agent)
+        plain = Decoding(objective.max_completion_length, ends_of_answers(crowd), seed=own.seed)
+        how = as_drawn(plain, objective, one.agent)
         numbers = range(objective.num_generations)
         return [Request(one.prompt, how, one.agent, ("grpo", own.index, step, one.row, n)) for n in numbers]
 

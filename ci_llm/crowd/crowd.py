@@ -90,13 +90,9 @@ class Crowd(CrowdModel):
             crowd.agents[k].load_state_dict(tensors, saved.source)
         return crowd.eval()
 
-    def choose_route(self) -> str | None:
-        """Take the route that reproduces the base's own logits; see `ci_llm.crowd.route.choose_route`."""
-        return route.choose_route(self)
-
-    def share_prompts(self) -> str | None:
-        """Compute common beginnings once, if that changes nothing; see `ci_llm.crowd.route.share_prompts`."""
-        return route.share_prompts(self)
+    choose_route = route.choose_route
+    share_prompts = route.share_prompts
+    generate_ids = generation.generate_ids
 
     def save_pretrained(self, folder: Path | str) -> None:
         """Write the agents for `from_pretrained`, each as a PEFT folder `agent<k>`, and the tokenizer; no base weights.
@@ -216,7 +212,7 @@ class Crowd(CrowdModel):
             ModelError: these agents have no heads, or the crowd has no `prompter`.
             BadInput: there is not one answer for each prompt, or a text cannot be used.
         """
-        return score_texts(self, texts, answers, abstain_below=abstain_below, batch_size=batch_size)
+        return score_texts(self, texts, answers, abstain_below, batch_size)
 
     @overload
     def generate(
@@ -283,9 +279,7 @@ class Crowd(CrowdModel):
         Raises:
             ModelError, BadInput: as `generate`.
         """
-        return asking.stream(self, prompt, options_of(self, **choices))
-
-    generate_ids = generation.generate_ids
+        return Stream(self, prompt, options_of(self, **choices))
 
 
 def state_of(crowd: Crowd, fingerprint: str, **facts: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The export of a saved crowd: all agents, one of them, or a merge, as PEFT folders, as a GGUF file or within the base.
 
-`compare` scores a merge beside the crowd and its agents, teacher-forced, on the rows of the run's evaluation.
+A merge is scored beside the crowd and its agents, teacher-forced, on the rows of the run's evaluation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ci_llm.crowd.adapter_files import Adapter, require_convertible, settings_of
 from ci_llm.crowd.card import ADAPTER, MODELFILE, CardFacts, Kind, adapter_card, crowd_card, public_name
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.distilling import CONTROL, distil
-from ci_llm.crowd.merging import DISTILLED, Distillation, Merge, merge_into_base, merged
+from ci_llm.crowd.merging import DISTILLED, METHODS, Distillation, Merge, merge_into_base, merged
 from ci_llm.crowd.pretrained import (
     Pretrained,
     class_names,
@@ -102,27 +102,6 @@ class Comparison:
         return f"{FOLDER}: exact match {exact:.3f}, NLL {nll:.4f}, as Transformers opens it{but}"
 
 
-def compare(saved: Pretrained, merges: Mapping[str, Adapter]) -> Comparison:
-    """Score agents, crowd and merges; the base has no agents on it before and after the call.
-
-    Args:
-        merges: adapters by name.
-
-    Raises:
-        DataError: the rows are not found any more.
-    """
-    config = saved.config
-    assert config is not None
-    rows = _rows(config, saved)
-    scores = dict(zip([*saved.names, "crowd"], _scores(Crowd.of(saved), rows, config), strict=True))
-    for name, merge in merges.items():
-        alone = Crowd(saved.base.model, settings_of(saved.base.model, [merge]), saved.base.name, saved.base.pad_id)
-        alone.agents[0].load_state_dict(merge.tensors, name)
-        scores[name] = _scores(alone, rows, config)[0]
-    objective = BY_ROWS[rows.rows.form.kind] if config.objective == "auto" else measured_as(config)
-    return Comparison(len(rows), rows.rows.trained_on, scores, objective)
-
-
 def _rows(config: Config, saved: Pretrained) -> TokenizedRows:
     try:
         rows = load_rows(config, "eval")
@@ -177,10 +156,24 @@ class Export:
         return self.saved.run_config is not None
 
     def scores(self) -> Comparison:
-        """Scores of agents, crowd and merge. Raises DataError: the rows are not found any more."""
-        is_merge = self.adapter is not None and not self.name.startswith("agent")
-        merges = {self.name: self.adapter, **self.beside} if self.adapter is not None and is_merge else {}
-        return compare(self.saved, merges)
+        """The scores of agents, crowd and merge; the base has no agents on it before and after the call.
+
+        Raises:
+            DataError: the rows are not found any more.
+        """
+        saved, config = self.saved, self.saved.config
+        assert config is not None
+        rows = _rows(config, saved)
+        scores = dict(zip([*saved.names, "crowd"], _scores(Crowd.of(saved), rows, config), strict=True))
+        merge = {} if self.adapter is None or self.name.startswith("agent") else {self.name: self.adapter}
+        for name, adapter in {**merge, **self.beside}.items():
+            alone = Crowd(
+                saved.base.model, settings_of(saved.base.model, [adapter]), saved.base.name, saved.base.pad_id
+            )
+            alone.agents[0].load_state_dict(adapter.tensors, name)
+            scores[name] = _scores(alone, rows, config)[0]
+        objective = BY_ROWS[rows.rows.form.kind] if config.objective == "auto" else measured_as(config)
+        return Comparison(len(rows), rows.rows.trained_on, scores, objective)
 
     def require_form(self, kind: Kind) -> None:
         """Refuse a form in which these agents cannot be written.
@@ -221,7 +214,8 @@ class Export:
             assert kind == "adapter", "the others are forms of one adapter"
             self._write_agents(target, scores)
             return scores
-        of_base = Path(self.gguf_base or "base.gguf").name
+        named = self.saved.config and gguf_file(self.saved.config.model_name)
+        of_base = named.name if named else "base.gguf"
         if kind == "gguf":
             files = {MODELFILE: f"FROM ./{of_base}\nADAPTER ./{ADAPTER}\n".encode()}
         else:
@@ -239,13 +233,6 @@ class Export:
         except OSError as error:
             raise CheckpointError(f"{target.name} cannot be written: {error}", where=str(target)) from error
         return scores
-
-    @property
-    def gguf_base(self) -> str | None:
-        """The GGUF file that the run named as its base; None if it named another base, or no run is known."""
-        config = self.saved.config
-        file = None if config is None else gguf_file(config.model_name)
-        return None if file is None else str(file)
 
     def _write_agents(self, target: Path, scores: Comparison | None) -> None:
         saved = self.saved
@@ -397,7 +384,7 @@ def prepare(
     if isinstance(merge, Distillation):
         return _distilled(saved, merge)
     if merge is not None:
-        if merge.method.of_factors and not saved.common_start and count > 1:
+        if merge.name == "mean" and not saved.common_start and count > 1:
             raise ModelError(
                 "the agents began with different random weights, and so the mean of their A times the mean of their B"
                 " is not the mean of their products",
@@ -407,7 +394,7 @@ def prepare(
             )
         adapter = merged(saved.base.model, agents, merge)
         shares = ", ".join(f"{share:.3g}" for share in merge.shares(count))
-        how = merge.method.does + (f", with the weights {shares}" if merge.weights else "")
+        how = METHODS[merge.name] + (f", with the weights {shares}" if merge.weights else "")
         what = f"This LoRA adapter of rank {adapter.rank} merges {count} agents: {how}."
         return Export(saved, merge.name, adapter, f"{count} LoRA agents merged by `{merge.name}`", what)
     if agent is None:

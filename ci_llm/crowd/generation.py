@@ -54,6 +54,8 @@ from ci_llm.lora.passes import describe_error, distance, dtypes_of, tolerance, u
 
 #: Finds the final answers in the texts of one prompt, "" where a text has none.
 Reading = Callable[[Sequence[TokenIds]], list[str]]
+#: True if a text that has not ended shall end here.
+IsOver = Callable[[TokenIds], bool]
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Wanted:
     include_agents: bool = False
     uncertainty: bool = False
     stop: Callable[[], bool] = lambda: False
-    is_over: Callable[[TokenIds], bool] | None = None
+    is_over: IsOver | None = None
     answers_of: Reading | None = None
 
 
@@ -111,9 +113,8 @@ def generate_each(
     Raises:
         DataError, ModelError: as `generate_ids`.
     """
-    how = {"include_agents": wanted.include_agents, "uncertainty": wanted.uncertainty}
-    size = len(requests_of(crowd, 0, [0], wanted.decoding, **how))
-    groups = (requests_of(crowd, number, prompt, wanted.decoding, **how) for number, prompt in asked)
+    size = len(requests_of(crowd, 0, [0], wanted))
+    groups = (requests_of(crowd, number, prompt, wanted) for number, prompt in asked)
     found = written(crowd, groups, size, at_a_time * size, wanted.stop, wanted.is_over)
     while True:
         with base_errors(crowd):
@@ -129,7 +130,7 @@ def written(
     size: int,
     most: int,
     stop: Callable[[], bool] = lambda: False,
-    is_over: Callable[[TokenIds], bool] | None = None,
+    is_over: IsOver | None = None,
 ) -> Iterator[list[Request]]:
     """Write the texts of all groups of requests, and yield each group once it and those before it have ended.
 
@@ -139,34 +140,18 @@ def written(
         most: the number of texts written at the same time.
         stop, is_over: as in `Wanted`.
     """
-    write = _by_decoder if decodes(crowd) else _by_transformers
-    return write(crowd, iter(groups), size, most, stop, is_over)
-
-
-@contextmanager
-def base_errors(crowd: CrowdModel) -> Iterator[None]:
-    """An error of the base in the block is a ModelError: families raise errors of every kind for what they lack."""
-    try:
-        yield
-    except Exception as error:
-        raise unusable_base(crowd.model, crowd.base_name, f"cannot generate ({describe_error(error)})") from error
-
-
-def _by_decoder(
-    crowd: CrowdModel,
-    groups: Iterator[list[Request]],
-    size: int,
-    most: int,
-    stop: Callable[[], bool],
-    is_over: Callable[[TokenIds], bool] | None,
-) -> Iterator[list[Request]]:
-    """`written` by the decoder; a group is taken as soon as there are free slots for its texts."""
+    waiting = iter(groups)
+    if not decodes(crowd):
+        while batch := list(islice(waiting, max(1, most // size))):
+            _write_batch(crowd, batch, stop, is_over)
+            yield from batch
+        return
     open_: deque[list[Request]] = deque()
     decoder, more = Decoder(crowd, most), True
     while more or open_:
         joining: list[Request] = []
         while more and decoder.free - len(joining) >= size:
-            taken = next(groups, None)
+            taken = next(waiting, None)
             if taken is None:
                 more = False
             else:
@@ -185,19 +170,21 @@ def _by_decoder(
             yield open_.popleft()
 
 
-def requests_of(
-    crowd: CrowdModel,
-    number: int,
-    prompt: TokenIds,
-    decoding: Decoding,
-    *,
-    include_agents: bool = False,
-    uncertainty: bool = False,
-) -> list[Request]:
+@contextmanager
+def base_errors(crowd: CrowdModel) -> Iterator[None]:
+    """An error of the base in the block is a ModelError: families raise errors of every kind for what they lack."""
+    try:
+        yield
+    except Exception as error:
+        raise unusable_base(crowd.model, crowd.base_name, f"cannot generate ({describe_error(error)})") from error
+
+
+def requests_of(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted) -> list[Request]:
     """The requests of one prompt: the crowd's text unless it votes, and then those of the agents, which are greedy."""
+    decoding = wanted.decoding
     votes, greedy = find_vote(decoding.aggregator) is not None, replace(decoding, do_sample=False)
-    own = [] if votes else [Request(prompt, decoding, key=generate_key(number), uncertainty=uncertainty)]
-    agents = range(crowd.num_agents) if votes or include_agents else ()
+    own = [] if votes else [Request(prompt, decoding, key=generate_key(number), uncertainty=wanted.uncertainty)]
+    agents = range(crowd.num_agents) if votes or wanted.include_agents else ()
     return own + [Request(prompt, greedy, k) for k in agents]
 
 
@@ -295,33 +282,22 @@ def as_in_generation(crowd: CrowdModel) -> Iterator[None]:
         crowd.route = route
 
 
-def _by_transformers(
-    crowd: CrowdModel,
-    groups: Iterator[list[Request]],
-    size: int,
-    most: int,
-    stop: Callable[[], bool],
-    is_over: Callable[[TokenIds], bool] | None,
-) -> Iterator[list[Request]]:
-    """`written` by Transformers' `generate`, in batches that wait for their longest text."""
-    while batch := list(islice(groups, max(1, most // size))):
-        with as_in_generation(crowd):
-            if crowd.padding_invariant is None and len({len(requests[0].prompt) for requests in batch}) > 1:
-                crowd.padding_invariant = is_padding_invariant(crowd)
-            each = 1 if crowd.padding_invariant is False else len(batch)
-            for at in range(0, len(batch), each):
-                together = [request for requests in batch[at : at + each] for request in requests]
-                for who in dict.fromkeys(request.who for request in together):
-                    _write_texts(crowd, who, [one for one in together if one.who == who], stop, is_over)
-        yield from batch
+def _write_batch(
+    crowd: CrowdModel, groups: Sequence[list[Request]], stop: Callable[[], bool], is_over: IsOver | None
+) -> None:
+    """Write the texts of these groups by Transformers' `generate`; all wait for the longest one."""
+    with as_in_generation(crowd):
+        if crowd.padding_invariant is None and len({len(requests[0].prompt) for requests in groups}) > 1:
+            crowd.padding_invariant = is_padding_invariant(crowd)
+        each = 1 if crowd.padding_invariant is False else len(groups)
+        for at in range(0, len(groups), each):
+            together = [request for requests in groups[at : at + each] for request in requests]
+            for who in dict.fromkeys(request.who for request in together):
+                _write_texts(crowd, who, [one for one in together if one.who == who], stop, is_over)
 
 
 def _write_texts(
-    crowd: CrowdModel,
-    who: Who,
-    requests: Sequence[Request],
-    stop: Callable[[], bool],
-    is_over: Callable[[TokenIds], bool] | None,
+    crowd: CrowdModel, who: Who, requests: Sequence[Request], stop: Callable[[], bool], is_over: IsOver | None
 ) -> None:
     """Write n texts of one writer."""
     prompts, copies = [request.prompt for request in requests], crowd.num_agents if who is CROWD else 1

@@ -159,10 +159,6 @@ class Ranking(Judged):
     objective = "reward"
 
     @property
-    def are_pairs(self) -> bool:
-        return self.found.shape[-1] == 2
-
-    @property
     def outcome(self) -> tuple[Tensor, Tensor]:
         gaps = self.everyone[..., 0] - self.everyone[..., 1]
         return gaps > 0, -F.logsigmoid(gaps)
@@ -170,7 +166,7 @@ class Ranking(Judged):
     @property
     def figures(self) -> dict[str, list[float]]:
         everyone, good = self.everyone, self.labels
-        if self.are_pairs:
+        if self.found.shape[-1] == 2:
             gaps = everyone[..., 0] - everyone[..., 1]
             return {"accuracies": (gaps > 0).double().mean(1).tolist(), "margins": gaps.mean(1).tolist()}
         margins = everyone[:, good, 0].mean(1) - everyone[:, ~good, 0].mean(1)
@@ -348,39 +344,33 @@ class TextScore:
     abstained: bool = False
 
 
+@torch.no_grad()
 def score_texts(
     crowd: CrowdModel,
     texts: Prompt | Sequence[Prompt],
-    answers: str | Sequence[str] | None = None,
-    *,
-    abstain_below: float | None = None,
-    batch_size: int = 16,
+    answers: str | Sequence[str] | None,
+    abstain_below: float | None,
+    batch_size: int,
 ) -> list[TextScore]:
-    """The scores of texts by the heads; see `Crowd.score`."""
-    if abstain_below is not None and crowd.settings.outputs == 1:
-        what = "abstain_below is a probability of a class, and these heads give one number"
-        raise BadInput(what, where="Crowd.score", hint="leave it out; `lower` says how sure the agents are")
-    found = head_outputs(crowd, texts, answers, batch_size)
-    return [_score(crowd, own, abstain_below) for own in found.unbind(1)]
-
-
-@torch.no_grad()
-def head_outputs(
-    crowd: CrowdModel, texts: Prompt | Sequence[Prompt], answers: str | Sequence[str] | None, batch_size: int
-) -> Tensor:
-    """The numbers of the heads for texts, [K, N, n] in fp64; for arguments and errors see `Crowd.score`."""
+    """The scores of texts by the heads; for arguments and errors see `Crowd.score`."""
     if not crowd.settings.outputs:
         raise ModelError(
             "these agents have no heads: they write answers and score none",
             where="Crowd.score",
             hint="ask them by generate; objective=reward, classification or regression trains agents that score",
         )
-    rows = [unit_of([row]) for row in _read_by_heads(crowd, texts, answers)]
-    parts = [torch.zeros(crowd.num_agents, 0, crowd.settings.outputs, dtype=torch.float64)]
+    if abstain_below is not None and crowd.settings.outputs == 1:
+        what = "abstain_below is a probability of a class, and these heads give one number"
+        raise BadInput(what, where="Crowd.score", hint="leave it out; `lower` says how sure the agents are")
+    if not 0 <= (abstain_below or 0) <= 1:
+        what = f"abstain_below must be a probability, from 0 to 1, and is {abstain_below}"
+        raise BadInput(what, where="Crowd.score", hint="change the value named")
+    rows, scores = [unit_of([row]) for row in _read_by_heads(crowd, texts, answers)], list[TextScore]()
     with crowd.evaluating():
         for batch in batches_of(rows, batch_size):
-            parts.append(crowd(batch.to(crowd.device)).values.double().cpu())
-    return torch.cat(parts, 1)
+            values = crowd(batch.to(crowd.device)).values.double().cpu()
+            scores += [_score(crowd, own, abstain_below) for own in values.unbind(1)]
+    return scores
 
 
 def _read_by_heads(

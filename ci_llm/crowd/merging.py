@@ -30,30 +30,11 @@ if TYPE_CHECKING:
     from ci_llm.crowd.adapter_files import Adapter
 
 
-@dataclass(frozen=True)
-class Method:
-    """A way to merge.
-
-    Attributes:
-        does: the result, in a line.
-        cut: True if SVD brings the result to a rank; otherwise its rank follows from the agents'.
-        of_factors: True if A and B are combined separately.
-    """
-
-    does: str
-    cut: bool = False
-    of_factors: bool = False
-
-
-METHODS: Final[Mapping[str, Method]] = {
-    "cat": Method("the mean of the agents' products B A, exactly; its rank is the sum of theirs"),
-    "svd": Method("the mean of the products, cut to the rank of the agents by SVD", cut=True),
-    "mean": Method("mean of A and mean of B, for agents with a common start", of_factors=True),
-}
-#: Names that people know from PEFT and from papers.
-ALIASES: Final[Mapping[str, str]] = {
-    "soup": "mean",
-    "linear": "mean",
+#: The merges, each with its result in a line.
+METHODS: Final[Mapping[str, str]] = {
+    "cat": "the mean of the agents' products B A, exactly; its rank is the sum of theirs",
+    "svd": "the mean of the products, cut to the rank of the agents by SVD",
+    "mean": "mean of A and mean of B, for agents with a common start",
 }
 #: What PEFT makes of exported agents, and this program does not.
 _OF_PEFT: Final = ("ties", "dare", "magnitude_prune")
@@ -71,10 +52,6 @@ class Merge:
     name: str
     weights: tuple[float, ...] | None = None
     rank: int | None = None
-
-    @property
-    def method(self) -> Method:
-        return METHODS[self.name]
 
     def shares(self, num_agents: int) -> list[float]:
         """The agents' weights, scaled to the sum 1.
@@ -127,9 +104,8 @@ def merge_of(name: str, weights: Sequence[float] | None = None, rank: int | None
     """
     from ci_llm.config.parsing import nearest  # it loads the schema, which --help does without
 
-    known = ALIASES.get(name, name)
-    if known not in METHODS:
-        close = nearest(name, [*METHODS, *ALIASES, DISTILLED])
+    if name not in METHODS:
+        close = nearest(name, [*METHODS, DISTILLED])
         hint = f"{f'did you mean {close}? ' if close else ''}one of: {', '.join([*METHODS, DISTILLED])}"
         if name.startswith(_OF_PEFT):
             hint = f"{hint}; PEFT makes it of exported agents, as docs/commands.md shows"
@@ -137,13 +113,13 @@ def merge_of(name: str, weights: Sequence[float] | None = None, rank: int | None
     wrong = []
     if weights is not None and not (all(0 <= w < math.inf for w in weights) and 0 < sum(weights) < math.inf):
         wrong.append("--weights: each must be a number of at least 0, and one above 0")
-    if rank is not None and not METHODS[known].cut:
-        wrong.append(f"--rank: the rank of {known} follows from the agents'; svd cuts it")
+    if rank is not None and name != "svd":
+        wrong.append(f"--rank: the rank of {name} follows from the agents'; svd cuts it")
     elif rank is not None and rank < 1:
         wrong.append(f"--rank {rank}: it must be at least 1")
     if wrong:
         raise BadInput("; ".join(wrong), where=f"--merge {name}", hint="ci-llm export --help")
-    return Merge(known, tuple(weights) if weights else None, rank)
+    return Merge(name, tuple(weights) if weights else None, rank)
 
 
 #: Keys of a PEFT configuration that limit its target modules to some layers.
@@ -165,23 +141,24 @@ def merged(base: PreTrainedModel, agents: Sequence[Adapter], merge: Merge) -> Ad
     from ci_llm.crowd.adapter_files import Adapter, tensor_name
 
     weighted = [*zip(agents, merge.shares(len(agents)), strict=True)]
-    if merge.method.of_factors and len({(agent.rank, *agent.modules) for agent in agents}) > 1:
+    of_factors = merge.name == "mean"
+    if of_factors and len({(agent.rank, *agent.modules) for agent in agents}) > 1:
         raise BadInput(
             "the agents differ in rank or modules, and have no mean of A and of B",
             where=f"--merge {merge.name}",
             hint="--merge svd or cat",
         )
     most = sum(agent.rank for agent in agents)
-    rank = merge.rank or (max(agent.rank for agent in agents) if merge.method.cut or merge.method.of_factors else most)
+    rank = merge.rank or (most if merge.name == "cat" else max(agent.rank for agent in agents))
     if rank > most:
         raise BadInput(f"the agents' products have rank {most} together", where=f"--rank {rank}", hint=f"--rank {most}")
     modules = list(dict.fromkeys(name for agent in agents for name in agent.modules))
     tensors = {}
     for module in modules:
-        a, b = (_mean_factors if merge.method.of_factors else _joined_factors)(weighted, module)
-        if merge.method.cut:
+        a, b = (_mean_factors if of_factors else _joined_factors)(weighted, module)
+        if merge.name == "svd":
             a, b = truncated(a, b, rank)
-        missing = rank - len(a)  # an adapter has one rank, and some agents may not adapt this module
+        missing = rank - len(a)  # an adapter has one rank, which not every module can have
         tensors[tensor_name(module, "A")] = pad(a, (0, 0, 0, missing)).cpu().contiguous()
         tensors[tensor_name(module, "B")] = pad(b, (0, missing)).cpu().contiguous()
     plain = {"r": rank, "lora_alpha": rank, "use_rslora": False, "lora_dropout": 0.0}
@@ -227,7 +204,7 @@ def truncated(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         b: [out, n].
 
     Returns:
-        [rank, in] and [out, rank], with equal norms.
+        [n', in] and [out, n'], with equal norms; n' is `rank`, or the most that the product can have.
     """
     import torch
 
@@ -237,6 +214,4 @@ def truncated(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     root = s[:rank].sqrt()
     narrow_a = root[:, None] * (vh[: len(root)] @ q_a.T)
     narrow_b = (q_b @ u[:, : len(root)]) * root
-    missing = rank - len(root)
-    pad = torch.nn.functional.pad
-    return pad(narrow_a, (0, 0, 0, missing)).to(a.dtype), pad(narrow_b, (0, missing)).to(b.dtype)
+    return narrow_a.to(a.dtype), narrow_b.to(b.dtype)

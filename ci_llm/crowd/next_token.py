@@ -249,41 +249,22 @@ def choose(logits: Tensor, rows: Sequence[Request]) -> list[Chosen | Exception]:
     """
     heights = [None if row.generator is None else torch.rand(1, generator=row.generator) for row in rows]
     width = max((row.top for row in rows), default=0)
-    found: dict[int, Tensor | Exception] = {}
+    numbers: dict[int, Tensor] = {}
     for places in _alike([row.decoding.aggregator for row in rows]):
-        found_here = _of_group(logits, rows, places, heights, width)
-        found |= zip(places, found_here, strict=True)
-    numbers = [each for _, each in sorted(found.items()) if isinstance(each, Tensor)]
-    listed = iter(torch.stack(numbers).tolist() if numbers else [])  # here the device is waited for
-    chosen: list[Chosen | Exception] = []
-    for place, row in enumerate(rows):
-        each = found[place]
-        if isinstance(each, Exception):
-            chosen.append(each)
-            continue
-        values = next(listed)
-        if math.isnan(values[1]):
-            chosen.append(_without_nan(logits[:, place], row, heights[place]))
-        else:
-            chosen.append(_chosen(values, row, width))
-    return chosen
-
-
-def _of_group(
-    logits: Tensor,
-    rows: Sequence[Request],
-    places: Sequence[int],
-    heights: Sequence[Tensor | None],
-    width: int,
-) -> Sequence[Tensor | Exception]:
-    """The numbers of the rows at these places, which have one aggregator; after an error they are tried one by one."""
-    own = logits if len(places) == logits.shape[1] else logits[:, list(places)]
-    try:
-        return _numbers(own, [rows[p] for p in places], [heights[p] for p in places], width).unbind(0)
-    except Exception as error:  # noqa: BLE001 - an aggregator may be a user's code, and only its own rows must fail
-        if len(places) == 1:
-            return [error]
-        return [each for place in places for each in _of_group(logits, rows, [place], heights, width)]
+        own = logits if len(places) == logits.shape[1] else logits[:, places]
+        try:
+            found = _numbers(own, [rows[p] for p in places], [heights[p] for p in places], width)
+        except Exception:  # noqa: BLE001 - an aggregator may be a user's code, and only its own rows must fail
+            continue  # its rows are tried one by one
+        numbers |= zip(places, found.unbind(0), strict=True)
+    listed = torch.stack([*numbers.values()]).tolist() if numbers else []  # here the device is waited for
+    values = dict(zip(numbers, listed, strict=True))
+    return [
+        _chosen(values[place], row, width)
+        if place in values and not math.isnan(values[place][1])
+        else _chosen_alone(logits[:, place], row, heights[place])
+        for place, row in enumerate(rows)
+    ]
 
 
 def _numbers(logits: Tensor, rows: Sequence[Request], heights: Sequence[Tensor | None], width: int) -> Tensor:
@@ -293,11 +274,11 @@ def _numbers(logits: Tensor, rows: Sequence[Request], heights: Sequence[Tensor |
     crowd = aggregate(log_probs, how) if len(logits) > 1 else log_probs[0]
     # For one agent the logits are compared, as in its own `generate`: rounding may make ties of log-probabilities.
     chosen = (crowd if len(logits) > 1 else logits[0]).argmax(-1)
-    for places in _alike([None if h is None else _narrowing(row) for row, h in zip(rows, heights, strict=True)]):
-        if heights[places[0]] is not None:
-            narrowed = rows[places[0]].decoding.warpers()(None, crowd[places])
-            own_heights = [heights[place] for place in places]
-            chosen[places] = draw(narrowed, [height for height in own_heights if height is not None])
+    hows = [row.decoding for row in rows]
+    for places in _alike((each.do_sample, each.temperature, each.top_k, each.top_p, each.min_p) for each in hows):
+        if hows[places[0]].do_sample:
+            narrowed = hows[places[0]].warpers()(None, crowd[places])
+            chosen[places] = draw(narrowed, [height for place in places if (height := heights[place]) is not None])
     sure = crowd.new_zeros(4, len(rows))
     sure[0] = crowd.gather(-1, chosen[:, None]).squeeze(-1)
     wanted = [place for place, row in enumerate(rows) if row.uncertainty]
@@ -309,11 +290,6 @@ def _numbers(logits: Tensor, rows: Sequence[Request], heights: Sequence[Tensor |
         best = crowd.topk(min(width, crowd.shape[-1]))
         parts += [best.indices.double(), best.values.double()]
     return torch.cat(parts, dim=1)
-
-
-def _narrowing(row: Request) -> tuple[Any, ...]:
-    how = row.decoding
-    return how.temperature, how.top_k, how.top_p, how.min_p
 
 
 def _alike(keys: Iterable[Any]) -> list[list[int]]:
@@ -335,16 +311,15 @@ def _chosen(values: Sequence[float], row: Request, width: int) -> Chosen:
     )
 
 
-def _without_nan(logits: Tensor, row: Request, height: Tensor | None) -> Chosen | Exception:
-    """The choice for one row from the agents' logits [K, V] without the agents that have NaN."""
+def _chosen_alone(logits: Tensor, row: Request, height: Tensor | None) -> Chosen | Exception:
+    """The choice for one row from the agents' logits [K, V], without the agents that have NaN."""
     try:
         [values] = _numbers(without_nan(logits[:, None]), [row], [height], row.top).tolist()
-        if math.isnan(values[1]):
-            raise ModelError(
-                "the aggregator makes NaN of finite numbers", where=f"aggregator={row.decoding.aggregator}"
-            )
-    except Exception as error:  # noqa: BLE001 - as in `_of_group`
+    except Exception as error:  # noqa: BLE001 - as in `choose`
         return error
+    if math.isnan(values[1]):
+        where = f"aggregator={row.decoding.aggregator}"
+        return ModelError("the aggregator makes NaN of finite numbers", where=where)
     return _chosen(values, row, row.top)
 
 

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -56,31 +56,31 @@ class Pretrained:
         source: the source as it was given, for messages.
         base: the loaded base, whose fingerprint is the recorded one.
         settings: the settings of the agents.
-        names: the names of the agents' folders.
+        prompter: the prompter with the tokenizer and the form of prompts of the training.
+        meta: the content of `ci_llm_meta_config.json`; see `Crowd.meta`.
+        weights: the fingerprint of agents and base.
+        names: the names of the agents' folders; empty for a base alone, as are the two lists that follow.
         agents: K dicts of tensors by PEFT's names.
         configs: K contents of `adapter_config.json`, which name the base that was opened.
-        prompter: the prompter with the tokenizer and the form of prompts of the training.
-        meta: the content of `ci_llm_meta_config.json`; see `CrowdModel.meta`.
         common_start: True if all agents began with the same weights, as far as it is recorded.
         step: the optimizer steps taken; 0 for agents that no run has trained.
         run_config: `config.yaml` of the run that trained the agents; None if no run did.
         calibration: the calibration of exactly these agents; None if there is none.
-        weights: the fingerprint of agents and base.
     """
 
     source: str
     base: Base
     settings: LoraSettings
-    names: list[str]
-    agents: list[Mapping[str, Tensor]]
-    configs: list[Mapping[str, Any]]
     prompter: Prompter
     meta: Mapping[str, Any]
-    common_start: bool
-    step: int
-    run_config: str | None
-    calibration: Calibration | None
     weights: str
+    names: list[str] = field(default_factory=list)
+    agents: list[Mapping[str, Tensor]] = field(default_factory=list)
+    configs: list[Mapping[str, Any]] = field(default_factory=list)
+    common_start: bool = True
+    step: int = 0
+    run_config: str | None = None
+    calibration: Calibration | None = None
 
     @cached_property
     def config(self) -> Config | None:
@@ -162,15 +162,8 @@ def open_base(name: str, device: torch.device | str | None = None) -> Pretrained
         source=name,
         base=base,
         settings=LoraSettings(num_agents=1, rank=1),
-        names=[],
-        agents=[],
-        configs=[],
         prompter=Prompter(base.tokenizer),
         meta={"num_agents": 0},
-        common_start=True,
-        step=0,
-        run_config=None,
-        calibration=None,
         weights=base.fingerprint,
     )
 

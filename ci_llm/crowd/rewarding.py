@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from ci_llm.config import Config
+from ci_llm.crowd.asking import ends_of_answers, prompter_of
 from ci_llm.crowd.completions import as_drawn, write
-from ci_llm.crowd.generation import base_errors, elect, final_answers, requests_of
+from ci_llm.crowd.generation import Wanted, base_errors, elect, final_answers, requests_of
 from ci_llm.crowd.judging import Judged
 from ci_llm.crowd.model import CrowdModel
-from ci_llm.crowd.next_token import Decoding, Request, TokenIds, ends_of_base, generate_key
+from ci_llm.crowd.next_token import Decoding, Request, TokenIds, generate_key
 from ci_llm.crowd.scoring import Scores
 from ci_llm.data.rows import Chat, Prompted
 from ci_llm.data.tokens import TokenizedRows
@@ -160,21 +161,18 @@ class RewardScorer:
         """
         agents = range(crowd.num_agents if crowd.num_agents > 1 else 0)
         of_agents = [[[Request(prompt, how, k, generate_key(number))] for how in self._ways(crowd, k)] for k in agents]
-        return [*of_agents, [requests_of(crowd, number, prompt, how) for how in self._ways(crowd, 0)]]
+        return [*of_agents, [requests_of(crowd, number, prompt, Wanted(how)) for how in self._ways(crowd, 0)]]
 
     def _ways(self, crowd: CrowdModel, agent: int) -> tuple[Decoding, Decoding]:
         """The options of an agent's greedy and of its drawn answer, which has its temperature in training."""
-        assert crowd.prompter is not None
-        config, ends = self.config, crowd.prompter.ends | ends_of_base(crowd.model)
-        longest = config.max_new_tokens_eval
+        config, longest = self.config, self.config.max_new_tokens_eval
         longest = config.max_completion_length if longest == "auto" else longest
-        greedy = Decoding(longest, ends, config.aggregator, seed=config.seed)
+        greedy = Decoding(longest, ends_of_answers(crowd), config.aggregator, seed=config.seed)
         return greedy, as_drawn(greedy, self.objective, agent)
 
     def _reward(self, crowd: CrowdModel, prompt: TokenIds, asking: Asking, requests: Sequence[Request]) -> float:
         """The reward of the one text, or of the one that wins; NaN if the numbers of all writers are not finite."""
-        prompter, texts = crowd.prompter, [request.tokens for request in requests if request.error is None]
-        assert prompter is not None
+        prompter, texts = prompter_of(crowd), [request.tokens for request in requests if request.error is None]
         if not texts:
             return math.nan
         ids: TokenIds = texts[0]

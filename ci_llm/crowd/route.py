@@ -117,18 +117,8 @@ def _probe(model: PreTrainedModel, device: torch.device) -> Batch:
     lengths = [7, 12, max(9, window + 5 if window < 64 else 0)]
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(0, vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(0))
-    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    everything = torch.arange(len(ids))
-    return Batch(
-        input_ids=ids,
-        position_ids=torch.cat([torch.arange(n) for n in lengths]),
-        bounds=tuple(bounds),
-        predict_from=everything,
-        targets=ids,
-        target_rows=torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)),
-        last_tokens=torch.tensor(bounds[1:]) - 1,
-        sample_ids=tuple(range(len(lengths))),
-    ).to(device)
+    rows = [own.numpy() for own in ids.split(lengths)]
+    return pack([Example(own, np.arange(len(own)) > 0) for own in rows], range(len(rows))).to(device)
 
 
 @torch.no_grad()

@@ -203,13 +203,13 @@ class AgentsJob(Job):
     stops: dict[Request, asking.TextSoFar] = field(default_factory=dict)
 
     def asked(self, crowd: CrowdModel) -> list[Request]:
-        call, tokenizer = self.call, _prompter(crowd).tokenizer
-        requests = generation.requests_of(crowd, self.number, self.prompt, call.decoding, include_agents=True)
+        call, wanted = self.call, generation.Wanted(self.call.decoding, include_agents=True)
+        requests = generation.requests_of(crowd, self.number, self.prompt, wanted)
         self.texts = requests if call.votes else requests[1:]  # the crowd's own is another job's
         for request in self.texts:
             request.tag = self
         if call.body.stop:
-            self.stops = {request: asking.TextSoFar(tokenizer, call.body.stop) for request in self.texts}
+            self.stops = {each: asking.TextSoFar(_prompter(crowd).tokenizer, call.body.stop) for each in self.texts}
         return self.texts
 
     def take(self, request: Request) -> bool:

@@ -291,6 +291,8 @@ def test_a_saved_crowd_keeps_the_order_of_its_classes(tmp_path: Path) -> None:
     crowd = Crowd.from_pretrained(tmp_path / "crowd")
     other = crowd.score("Ann has 3 pens.", abstain_below=0.99)
     assert one == other
+    with pytest.raises(BadInput, match="abstain_below must be a probability, from 0 to 1, and is 99"):
+        crowd.score("Ann has 3 pens.", abstain_below=99)
     assert crowd.classes == tuple(names)
     [found] = one
     assert found.label == max(found.probabilities, key=found.probabilities.get)  # type: ignore[arg-type, union-attr]

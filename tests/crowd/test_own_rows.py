@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import pytest
 import torch
-from torch import Tensor
 
 from ci_llm.base.load import load_base
 from ci_llm.crowd.crowd import Crowd
@@ -20,6 +18,7 @@ from tests.crowd.test_own_settings import ATTENTION, DROPPING, DTYPES, EVERY_KIN
 from tests.support.campaign import sampled
 from tests.support.micro_steps import micro_step, owned
 from tests.support.peft_twins import assert_weights_equal, exported_twin, peft_loss
+from tests.support.trained_agents import crowd_of, differences, train
 from tools.testbed.tiny import base, batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,64 +28,6 @@ STEPS: Final = 3
 SHORT: Final = (batch((7,)), batch((9, 5)), batch((6, 4, 3)))
 LONG: Final = (batch((8, 15, 22)), batch((31,)), batch((12, 13)))
 OTHER: Final = (batch((11, 10)), batch((3, 17)), batch((19,)))
-
-
-def train(
-    model: Any,
-    entries: Sequence[dict[str, Any]],
-    steps: Sequence[Sequence[Sequence[Batch | None]]],
-    *,
-    route: Literal["packed", "padded"] = "packed",
-    bootstrap: Sequence[bool] = (),
-    checkpointing: bool = False,
-    sick: int | None = None,
-    pass_per_agent: bool = True,
-) -> list[dict[str, Tensor]]:
-    """Train as the loop does; `steps` are micro-steps of every step, with one batch per agent, or one for a lone one.
-
-    Returns:
-        what can be told about each agent: weights, moments, losses and norms of every step.
-    """
-    crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(entries)), "toy")
-    crowd.route = route
-    if checkpointing:
-        crowd.gradient_checkpointing_enable()
-    storage = crowd.storage
-    storage.pass_per_agent = pass_per_agent
-    if sick is not None:
-        storage.weights[sick].fill_(float("nan"))
-    each_own = [agent.settings for agent in crowd.agents]
-    keys = tuple((own.seed, 0) if draws else None for own, draws in zip(each_own, bootstrap, strict=False))
-    objective = NextToken(bootstrap=keys if any(keys) else ())
-    optimizer = torch.optim.AdamW(
-        [{"params": [row], "lr": 1e-2 / own.rank} for row, own in zip(storage.rows, each_own, strict=True)],
-        fused=True,
-    )
-    crowd.train()
-    told: list[dict[str, Tensor]] = [{} for _ in entries]
-    for step, micro_steps in enumerate(steps):
-        storage.begin_step(step)
-        targets, losses = [0] * len(entries), torch.zeros(len(entries), dtype=torch.float64)
-        for number, each in enumerate(micro_steps):
-            loss = micro_step(crowd, objective, owned(each), step, number)
-            losses += loss.task
-            targets = [n + (own.num_targets if own else 0) for n, own in zip(targets, each, strict=True)]
-        for gradient, count in zip(storage.gradients, targets, strict=True):
-            gradient.div_(count)
-        norms = storage.clip([0.5] * len(entries))
-        storage.leave_out([] if sick is None else [sick])
-        optimizer.step()
-        for k, facts in enumerate(told):
-            facts |= {f"loss {step}": losses[k].clone(), f"norm {step}": norms[k].clone()}
-    for k, facts in enumerate(told):
-        facts |= {name: tensor.clone() for name, tensor in crowd.agents[k].state_dict().items()}
-        facts |= {f"moment {name}": each for name, each in optimizer.state.get(storage.rows[k], {}).items()}
-    return told
-
-
-def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
 
 
 def together(*rows: Sequence[Batch | None]) -> list[list[list[Batch | None]]]:
@@ -204,15 +145,16 @@ def test_three_optimizer_steps_equal_peft_on_rows_of_each_agents_own() -> None:
     entries = [SMALL, LARGE, ATTENTION, MLP | {"target_modules": ("fc1", "fc2")}]
     rows = (LONG, SHORT, OTHER, SHORT)
     found = train(model, entries, together(*rows))
-    crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(entries)), "toy")
+    crowd = crowd_of(model, entries)
     for k, settings in enumerate(agent.settings for agent in crowd.agents):
         twin = exported_twin(model, crowd, k)
         trained = [parameter for parameter in twin.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-2 / settings.rank)
+        rate = 1e-2 / settings.rank
+        optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=rate)
         for own in rows[k]:
             optimizer.zero_grad()
             peft_loss(twin, own).backward()
-            torch.nn.utils.clip_grad_norm_(trained, 0.5)
+            torch.nn.utils.clip_grad_norm_(trained, 0.5 * settings.rank)
             optimizer.step()
         assert_weights_equal(found[k], twin, crowd, k, atol=1e-12)
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import peft
 import pytest
@@ -22,18 +20,19 @@ from ci_llm.crowd.objective import NextToken, bootstrap_weights
 from ci_llm.data.batches import Batch, pack
 from ci_llm.lora.settings import LoraSettings
 from tests.support.campaign import sampled
+from tests.support.trained_agents import differences, train
 from tools.testbed.tiny import base, batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DTYPES: Final = (torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow))
 
-STEPS = 3
 SMALL: Final = {"rank": 3, "alpha": 5, "use_rslora": True, "seed": 1}  # a scaling that no product keeps exact
 LARGE: Final = {"rank": 16, "alpha": 16, "seed": 2}
 ATTENTION: Final = {"rank": 4, "target_modules": ("q_proj", "v_proj"), "seed": 3}
 MLP: Final = {"rank": 4, "target_modules": ("up_proj", "down_proj"), "seed": 4}
 DROPPING: Final = {"rank": 4, "dropout": 0.3, "dropconnect": 0.2, "seed": 5}
 EVERY_KIND: Final = (SMALL, LARGE, ATTENTION, MLP, DROPPING)
+ROWS: Final = [[batch((8 + n, 15, 22 - 2 * n))] for n in range(3)]
 NAMES: Final = ("small", "large", "attention", "mlp", "dropping")
 
 #: What an agent of its kind stands among, and at which place; K is 1, 4 or 8.
@@ -49,57 +48,6 @@ COMPANY: Final = {
 }
 
 
-@dataclass
-class Trained:
-    """What can be told about one agent: tensors by name, among them moments, losses and norms of every step."""
-
-    tensors: dict[str, Tensor]
-
-    def differs_from(self, other: Trained) -> list[str]:
-        assert self.tensors.keys() == other.tensors.keys()
-        return [name for name, tensor in self.tensors.items() if not torch.equal(tensor, other.tensors[name])]
-
-
-def train(
-    model: Any,
-    entries: Sequence[dict[str, Any]],
-    *,
-    route: Literal["packed", "padded"] = "packed",
-    sick: int | None = None,
-    packed: Sequence[Batch] = (),
-) -> list[Trained]:
-    """Train a crowd as the loop does, with a learning rate, weight decay and clipping of each agent's own."""
-    crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(entries)), "toy")
-    crowd.route = route
-    storage, each = crowd.storage, [agent.settings for agent in crowd.agents]
-    storage.pass_per_agent = True
-    if sick is not None:
-        storage.weights[sick].fill_(float("nan"))
-    rates = [1e-2 / agent.rank for agent in each]
-    optimizer = torch.optim.AdamW(
-        [{"params": [row], "lr": rate, "weight_decay": rate} for row, rate in zip(storage.rows, rates, strict=True)],
-        fused=True,
-    )
-    crowd.train()
-    told: list[dict[str, Tensor]] = [{} for _ in entries]
-    for step, rows in enumerate(packed or [batch((8 + n, 15, 22 - 2 * n)) for n in range(STEPS)]):
-        storage.begin_step(step)
-        storage.begin_micro_step(step, 0, 0)
-        loss = NextToken()(crowd(rows), step)
-        loss.total.backward()
-        norms = storage.clip([0.5 * agent.rank for agent in each])
-        storage.leave_out([] if sick is None else [sick])
-        optimizer.step()
-        for k, facts in enumerate(told):
-            facts |= {f"loss {step}": loss.task[k].clone(), f"norm {step}": norms[k].clone()}
-    for k, facts in enumerate(told):
-        facts |= {name: tensor.clone() for name, tensor in crowd.agents[k].state_dict().items()}
-        facts |= {f"moment {name}": one for name, one in optimizer.state.get(storage.rows[k], {}).items()}
-        assert not storage.weights[k, storage.sizes[k] :].nan_to_num(1.0).any() or k == sick
-        assert not storage.gradients[k, storage.sizes[k] :].any()
-    return [Trained(facts) for facts in told]
-
-
 # Alone and in company
 
 
@@ -108,33 +56,33 @@ def train(
 @pytest.mark.parametrize("own", sampled(EVERY_KIND, EVERY_KIND[1::2]), ids=NAMES)
 def test_an_agent_has_the_same_bits_alone_and_in_a_crowd(own: dict[str, Any], dtype: torch.dtype) -> None:
     model = base("llama", dtype)
-    (alone,) = train(model, [own])
+    (alone,) = train(model, [own], ROWS)
     for name, company in COMPANY.items():
         place, entries = company(own)
-        assert not alone.differs_from(train(model, entries)[place]), name
+        assert not differences(alone, train(model, entries, ROWS)[place]), name
 
 
 @pytest.mark.slow
 def test_the_same_holds_on_the_padded_route_and_for_very_few_tokens() -> None:
     """Products of one to three rows take other kernels than those of K times as many."""
     model = base("bloom", torch.float32)
-    (alone,) = train(model, [SMALL], route="padded")
-    assert not alone.differs_from(train(model, [LARGE, SMALL, LARGE | {"seed": 9}], route="padded")[1])
+    (alone,) = train(model, [SMALL], ROWS, route="padded")
+    assert not differences(alone, train(model, [LARGE, SMALL, LARGE | {"seed": 9}], ROWS, route="padded")[1])
     for dtype in (torch.float32, torch.float64):
-        llama, few = base("llama", dtype), [batch((2,), 1), batch((3,), 1)]
-        (alone,) = train(llama, [SMALL], packed=few)
-        assert not alone.differs_from(train(llama, [LARGE, SMALL, LARGE | {"seed": 9}], packed=few)[1])
+        llama, few = base("llama", dtype), [[batch((2,), 1)], [batch((3,), 1)]]
+        (alone,) = train(llama, [SMALL], few)
+        assert not differences(alone, train(llama, [LARGE, SMALL, LARGE | {"seed": 9}], few)[1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sick", [0, 2])
 def test_a_nonfinite_agent_changes_no_bit_of_another(sick: int) -> None:
     model = base("llama", torch.float32)
-    (alone,) = train(model, [SMALL])
+    (alone,) = train(model, [SMALL], ROWS)
     entries = [LARGE, SMALL, ATTENTION]
-    found = train(model, entries, sick=sick)
-    assert not alone.differs_from(found[1])
-    assert found[sick].tensors["loss 0"].isnan()
+    found = train(model, entries, ROWS, sick=sick)
+    assert not differences(alone, found[1])
+    assert found[sick]["loss 0"].isnan()
 
 
 # Equal to PEFT

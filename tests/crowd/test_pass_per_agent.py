@@ -18,10 +18,10 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import NextToken
 from ci_llm.data.batches import Batch
 from ci_llm.errors import BadInput
-from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.settings import LoraSettings
 from tests.support.campaign import every_pair, sampled
-from tests.support.micro_steps import micro_step, owned
+from tests.support.micro_steps import micro_step
+from tests.support.trained_agents import differences, train
 from tools.testbed.tiny import VOCABULARY, base, batch
 
 #: Three agents that share neither rank nor what is drawn for them; each stands in the place of its number.
@@ -108,48 +108,10 @@ def threads_as_before() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def train(
-    model: Any,
-    agents: Sequence[dict[str, Any]],
-    steps: Sequence[Any],
-    *,
-    pass_per_agent: bool = True,
-    fast: bool = False,
-    **how: Any,
-) -> list[dict[str, Tensor]]:
-    """Three optimizer steps; per agent its losses, norms, weights and moments."""
-    crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(agents), **how), "toy").train()
-    crowd.storage.pass_per_agent = pass_per_agent
-    crowd.compute_fast(PARTS if fast else ())
-    generator = torch.Generator().manual_seed(3)
-    for k, row in enumerate(crowd.storage.rows):  # B is not 0, so that every gradient is at work from the first step on
-        row.data.add_(torch.randn(row.shape, generator=generator.manual_seed(agents[k]["seed"])).to(row) * 0.02)
-    optimizer = torch.optim.AdamW([{"params": [row], "lr": 1e-2} for row in crowd.storage.rows], fused=True)
-    told: list[dict[str, Tensor]] = [{} for _ in agents]
-    for step, rows in enumerate(steps):
-        crowd.storage.begin_step(step)
-        loss = micro_step(crowd, NextToken(), rows, step)
-        for gradient, count in zip(crowd.storage.gradients, loss.targets, strict=True):
-            gradient.div_(count)
-        norms = crowd.storage.clip([0.5] * len(agents))
-        optimizer.step()
-        for k, facts in enumerate(told):
-            facts |= {f"loss {step}": loss.task[k].clone(), f"norm {step}": norms[k].clone()}
-    for row, facts in zip(crowd.storage.rows, told, strict=True):
-        facts |= {"weights": row.detach().clone()} | {f"moment {n}": each for n, each in optimizer.state[row].items()}
-    return told
-
-
-def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    assert one.keys() == other.keys()
-    assert all(tensor.isfinite().all() for tensor in one.values())
-    return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
-
-
 @lru_cache(maxsize=1)  # three cells in a row have the same crowd
 def trained(crowd: Cell) -> list[dict[str, Tensor]]:
     rows = FEW if crowd.few else MANY
-    steps = [owned(each) for each in zip(*rows, strict=True)] if crowd.own_rows else rows[0]
+    steps = [[each] for each in (zip(*rows, strict=True) if crowd.own_rows else rows[0])]
     return train(llama(crowd.width, crowd.dtype), AGENTS, steps, fast=crowd.fast)
 
 
@@ -158,14 +120,16 @@ def trained(crowd: Cell) -> list[dict[str, Tensor]]:
 def test_an_agent_has_the_bits_that_it_has_alone(cell: Cell) -> None:
     torch.set_num_threads(cell.threads)
     rows = (FEW if cell.few else MANY)[cell.place if cell.own_rows else 0]
-    (alone,) = train(llama(cell.width, cell.dtype), [AGENTS[cell.place]], rows, fast=cell.fast)
+    (alone,) = train(llama(cell.width, cell.dtype), [AGENTS[cell.place]], [[each] for each in rows], fast=cell.fast)
     assert differences(trained(replace(cell, place=0))[cell.place], alone) == []
 
 
 @pytest.mark.slow
 def test_the_losses_gradients_and_gap_are_those_of_one_pass() -> None:
     model, rows = base("phi"), MANY[0]
-    together, apart = (train(model, AGENTS[1:2] * 2, rows, pass_per_agent=each) for each in (False, True))
+    together, apart = (
+        train(model, AGENTS[1:2] * 2, [[each] for each in rows], pass_per_agent=own) for own in (False, True)
+    )
     for one, other in zip(together, apart, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
     gaps = []
