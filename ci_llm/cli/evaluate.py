@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,12 +15,15 @@ from ci_llm.cli.command import add_json, at_least, parser_of, print_result, prob
 from ci_llm.core.imports import importing
 from ci_llm.core.quantities import duration
 from ci_llm.core.remote import is_url
+from ci_llm.core.work import Work, listeners
 
 if TYPE_CHECKING:
     from ci_llm.evaluation.saved_crowd import Evaluated
 
 _COMMON = ("--data", "--max-samples", "--failed", "--calibrate", "--json")
 _LISTED_FAILURES = 10
+#: Work that has lasted so long is shown.
+_SHOWN_AFTER_S = 5.0
 
 
 def evaluate_run(words: Sequence[str]) -> int:
@@ -46,9 +51,12 @@ def evaluate_run(words: Sequence[str]) -> int:
     request = Request(**named, keys=read_keys(call.keys))
     if call.data and not os.path.exists(os.path.expanduser(call.data)):  # refused before a base is loaded
         open_splits(call.data, request.keys.get("dataset_subset"), "train", "--data")
-    with whole_checkpoint(call.run):
+    with whole_checkpoint(call.run), ExitStack() as shown:
+        if not call.json:
+            listeners.append(_show)
+            shown.callback(listeners.remove, _show)
         try:
-            found = evaluate(request) if call.json else evaluate(request, _Progress())
+            found = evaluate(request)
         except KeyboardInterrupt:
             print("stopped; the same call resumes after the last row that was answered", file=sys.stderr)
             raise
@@ -82,17 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _Progress:
-    """Shows on stderr how far a phase is, by a line for every tenth of its rows."""
-
-    def __init__(self) -> None:
-        self._shown = ("loading", 0)
-
-    def __call__(self, phase: str, done: int, total: int) -> None:
-        tenth = (phase, 10 * done // max(total, 1))
-        if done and tenth != self._shown:
-            print(f"{phase} row {done} of {total}", file=sys.stderr)
-        self._shown = tenth
+def _show(work: Work) -> None:
+    """A line on stderr for every tenth of work that takes long."""
+    is_tenth = work.done and 10 * work.done // work.total > 10 * (work.done - 1) // work.total
+    if is_tenth and not work.ended and time.monotonic() - work.began_at > _SHOWN_AFTER_S:
+        print(f"{work.what}: {work.done} of {work.total} {work.parts}", file=sys.stderr)
 
 
 def _as_text(call: argparse.Namespace, found: Evaluated) -> Iterator[str]:

@@ -10,12 +10,11 @@ import math
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -23,6 +22,7 @@ from ci_llm.config import Config
 from ci_llm.core.durable import write_json
 from ci_llm.core.evaluation_file import NOBODY, Asked, Evaluation, Figure
 from ci_llm.core.memory import unless_out_of_memory
+from ci_llm.core.work import counted
 from ci_llm.crowd.card import public_name
 from ci_llm.crowd.figures import base_scores, best_agent, fields_of
 from ci_llm.crowd.given_path import is_base, require_checkpoint
@@ -34,9 +34,10 @@ from ci_llm.crowd.questions import Answers, AnswerScores, answer_questions, aske
 from ci_llm.crowd.rewarding import RewardScorer
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.crowd.uncertainty import Calibration, fit, of_text, signals
-from ci_llm.data.batches import Batch, pack
+from ci_llm.data.batches import in_order, pack
 from ci_llm.data.dealing import share
 from ci_llm.data.rows import Chat
+from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.errors import OutOfMemory
 from ci_llm.evaluation import loading
@@ -58,8 +59,6 @@ logger = logging.getLogger(__name__)
 
 
 T = TypeVar("T")
-Phase = Literal["loading", "scoring", "scoring the base", "answering"]
-Progress = Callable[[Phase, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -87,11 +86,8 @@ class Evaluated:
     calibrated: Path | None = None
 
 
-def evaluate(request: loading.Request, progress: Progress = lambda *_: None) -> Evaluated:
-    """Evaluate agents, vote and crowd, and keep every answer.
-
-    Args:
-        progress: called with the phase, the number of rows done and that of all rows.
+def evaluate(request: loading.Request) -> Evaluated:
+    """Evaluate agents, vote and crowd, and keep every answer; the batches are counted, see `ci_llm.core.work`.
 
     Raises:
         BadInput: there is no checkpoint, or there are no rows, or the predictions file belongs to something else.
@@ -100,18 +96,17 @@ def evaluate(request: loading.Request, progress: Progress = lambda *_: None) -> 
     """
     began = time.monotonic()
     if is_base(request.run):
-        found = _evaluate(request, None, progress)
+        found = _evaluate(request, None)
     else:
         with located(request.run) as place:
-            found = _evaluate(request, require_checkpoint(place, str(request.run), final_first=True), progress)
+            found = _evaluate(request, require_checkpoint(place, str(request.run), final_first=True))
     return replace(found, seconds=time.monotonic() - began)
 
 
-def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progress) -> Evaluated:
+def _evaluate(request: loading.Request, checkpoint: Path | None) -> Evaluated:
     output = request.output or loading.default_output(checkpoint)
     require_own(output, overwrite=request.overwrite)
     calibrated = loading.require_place(checkpoint) if request.calibrate else None
-    progress("loading", 0, 0)
     job = loading.load(request, checkpoint)
     if calibrated is not None:
         loading.require_new_rows(job)
@@ -120,8 +115,8 @@ def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progr
             prompts = [_prompt(job, number) for number in range(len(job.questions))]
             with open_predictions(output, _source(job), prompts, overwrite=request.overwrite) as predictions:
                 resumed = len(predictions.rows)
-                scores, base = _fitting(job, lambda job: _score(job, progress))
-                _fitting(job, lambda job: _answer(job, predictions, progress))
+                scores, base = _fitting(job, _score)
+                _fitting(job, partial(_answer, predictions))
             rows = predictions.rows
             if calibrated is not None:
                 job.crowd.calibration = _calibration(job, rows)
@@ -129,7 +124,7 @@ def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progr
             if not job.crowd.settings.outputs and not job.is_rewarded:
                 loading.refuse_unanswerable(job)
             resumed, rows = 0, []
-            scores, base = _fitting(job, lambda job: _score(job, progress))
+            scores, base = _fitting(job, _score)
             if calibrated is not None:
                 scores = _calibrated(job, scores)
         if calibrated is not None and job.crowd.calibration is not None:
@@ -148,12 +143,11 @@ def _evaluate(request: loading.Request, checkpoint: Path | None, progress: Progr
 # Precision and memory
 
 
-def _autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
+def _autocast(config: Config, device: torch.device) -> torch.autocast:
     """Autocast as in the evaluations of a training."""
     dtype = autocast_dtype(config.mixed_precision)
-    if dtype is None or (dtype == torch.float16 and device.type == "cpu"):  # Accelerate takes fp32 here as well
-        return nullcontext()
-    return torch.autocast(device.type, dtype)
+    is_on = dtype is not None and (dtype != torch.float16 or device.type != "cpu")  # Accelerate takes fp32 there too
+    return torch.autocast(device.type, dtype, enabled=is_on)
 
 
 def _fitting(job: loading.Job, work: Callable[[loading.Job], T]) -> T:
@@ -176,46 +170,41 @@ def _fitting(job: loading.Job, work: Callable[[loading.Job], T]) -> T:
 # Scores and answers
 
 
-def _score(job: loading.Job, progress: Progress) -> tuple[Scores, Scores]:
-    """The teacher-forced scores of all rows, with the agents and by the base alone.
+def _score(job: loading.Job) -> tuple[Scores, Scores]:
+    """The scores of all rows, with the agents and by the base alone.
 
     The batches are those of a training's evaluation, which does not have gradients either.
     """
-    if job.is_rewarded:
-        return _rewarded(job, progress)
-    scores = score(job.crowd, _batches(job, progress), job.config.aggregator)
-    assert scores is not None, "nobody asks to stop"
+    scorer = _scorer(job) if job.is_rewarded else None
+    scores = _scores(job, scorer, job.config.aggregator, "score")
+    if job.judged is not None:
+        scores = replace(scores, judged=_ranking(job, job.judged))
     if not job.names or job.crowd.settings.outputs:
         return scores, scores
-    scores = replace(scores, judged=_ranking(job))
     with job.crowd.without_agents():
-        base = score(job.crowd, _batches(job, progress, "scoring the base"), "probability")
-    assert base is not None, "nobody asks to stop"
-    return scores, base
+        return scores, _scores(job, scorer, "probability", "score the base")
 
 
-def _rewarded(job: loading.Job, progress: Progress) -> tuple[Scores, Scores]:
-    """The rewards of agents and crowd, and of the base alone."""
-    config, total = job.config, len(job.tokenized)
+def _scores(job: loading.Job, scorer: RewardScorer | None, aggregator: str, what: str) -> Scores:
+    """The rewards of the rows where a scorer gives them, else their teacher-forced scores."""
+    rows, size = job.tokenized, job.batch_size if scorer else 4 * job.batch_size
+    parts = share(range(len(rows)), 0, 1, size)
+    batches = counted(parts, what, len(parts), "batches")
+    if scorer is None:
+        found = score(job.crowd, (pack([rows[number] for number in part], part) for part in batches), aggregator)
+    else:
+        scorer = replace(scorer, config=job.config.model_copy(update={"aggregator": aggregator}))
+        found = scorer.scores(job.crowd, rows, batches)
+    assert found is not None, "nobody asks to stop"
+    return found
+
+
+def _scorer(job: loading.Job) -> RewardScorer:
+    config, rows = job.config, job.tokenized.rows
     objective = cast(Grpo, objective_of(config.objective, _each_config(job), job.crowd.device))
     rewards = rewards_of(config.rewards or (), config.answer_column, config.max_completion_length)
-    require_answers(rewards, job.tokenized.rows.column_sets, config.answer_column, job.tokenized.rows.where)
-    scorer = RewardScorer(config, objective, rewards)
-
-    def batches(phase: Phase) -> Iterator[list[int]]:
-        for part in share(range(total), 0, 1, job.batch_size):
-            progress(phase, part[0], total)
-            yield part
-
-    scores = scorer.scores(job.crowd, job.tokenized, batches("answering"))
-    assert scores is not None, "nobody asks to stop"
-    if not job.names:
-        return scores, scores
-    scorer = replace(scorer, config=config.model_copy(update={"aggregator": "probability"}))
-    with job.crowd.without_agents():
-        base = scorer.scores(job.crowd, job.tokenized, batches("scoring the base"))
-    assert base is not None, "nobody asks to stop"
-    return scores, base
+    require_answers(rewards, rows.column_sets, config.answer_column, rows.where)
+    return RewardScorer(config, objective, rewards)
 
 
 def _each_config(job: loading.Job) -> Sequence[Config]:
@@ -224,36 +213,22 @@ def _each_config(job: loading.Job) -> Sequence[Config]:
     return each if len(each) == job.crowd.num_agents else [job.config] * job.crowd.num_agents
 
 
-def _batches(job: loading.Job, progress: Progress, phase: Phase = "scoring") -> Iterator[Batch]:
-    total = len(job.tokenized)
-    for part in share(range(total), 0, 1, 4 * job.batch_size):
-        progress(phase, part[0], total)
-        yield pack([job.tokenized[number] for number in part], part)
-
-
-def _ranking(job: loading.Job) -> Ranking | None:
-    """The ranking of better and worse answers by the agents, where they were trained for that."""
-    rows = job.judged
-    if rows is None:
-        return None
+def _ranking(job: loading.Job, rows: TokenizedRows) -> Ranking | None:
+    """The ranking of better and worse answers by the agents, which were trained for that."""
     objective = Preferences(objective_of(job.config.objective, _each_config(job), job.crowd.device), job.crowd)
-    parts = share(range(len(rows)), 0, 1, 2 * job.batch_size)
-    return rank(objective, (pack([rows[number] for number in part], part) for part in parts))
+    return rank(objective, in_order(rows, 2 * job.batch_size))
 
 
-def _answer(job: loading.Job, predictions: Predictions, progress: Progress) -> None:
+def _answer(predictions: Predictions, job: loading.Job) -> None:
     """Answer the questions without a line yet, by agents, crowd and base, and write the lines batch by batch."""
-    total, done = len(job.questions), len(predictions.rows)
-    batches = share(range(done, total), 0, 1, job.batch_size)
-    progress("answering", done, total)
+    batches = share(range(len(predictions.rows), len(job.questions)), 0, 1, job.batch_size)
     answered = _answers_to(job, batches, job.config.aggregator, uncertainty=True)
-    for batch in batches:
+    for batch in counted(batches, "answer", len(batches), "batches"):
         ours = bases = [*islice(answered, len(batch))]
         if job.names:
             with job.crowd.without_agents():
                 bases = [*_answers_to(job, [batch], "probability")]
         predictions.append([_row(job, *both) for both in zip(ours, bases, strict=True)])
-        progress("answering", batch[-1] + 1, total)
 
 
 def _answers_to(
