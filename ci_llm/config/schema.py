@@ -126,7 +126,9 @@ class AgentKeys(Keys):
     agents: tuple[dict[str, Any], ...] = exact(
         (), "settings of single agents, a list of mappings over the common keys (docs/agents.md)"
     )
-    init_from: PathText | None = exact(None, "folder of PEFT adapters to start from, one for each agent or one for all")
+    init_from: PathText | None = exact(
+        None, "folder of PEFT adapters to start from, one for each agent, or one for agents with different settings"
+    )
 
 
 class ObjectiveKeys(Keys):
