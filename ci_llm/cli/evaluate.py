@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from ci_llm.cli.command import add_json, at_least, parser_of, print_result, prob
 from ci_llm.core.imports import importing
 from ci_llm.core.quantities import duration
 from ci_llm.core.remote import is_url
-from ci_llm.core.work import Work, listeners
+from ci_llm.core.work import Work
 
 if TYPE_CHECKING:
     from ci_llm.evaluation.saved_crowd import Evaluated
@@ -51,12 +50,9 @@ def evaluate_run(words: Sequence[str]) -> int:
     request = Request(**named, keys=read_keys(call.keys))
     if call.data and not os.path.exists(os.path.expanduser(call.data)):  # refused before a base is loaded
         open_splits(call.data, request.keys.get("dataset_subset"), "train", "--data")
-    with whole_checkpoint(call.run), ExitStack() as shown:
-        if not call.json:
-            listeners.append(_show)
-            shown.callback(listeners.remove, _show)
+    with whole_checkpoint(call.run):
         try:
-            found = evaluate(request)
+            found = evaluate(request, None if call.json else _show)
         except KeyboardInterrupt:
             print("stopped; the same call resumes after the last row that was answered", file=sys.stderr)
             raise

@@ -10,6 +10,7 @@ import math
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -22,7 +23,7 @@ from ci_llm.config import Config
 from ci_llm.core.durable import write_json
 from ci_llm.core.evaluation_file import NOBODY, Asked, Evaluation, Figure
 from ci_llm.core.memory import unless_out_of_memory
-from ci_llm.core.work import counted
+from ci_llm.core.work import Listener, counted, listeners
 from ci_llm.crowd.card import public_name
 from ci_llm.crowd.figures import base_scores, best_agent, fields_of
 from ci_llm.crowd.given_path import is_base, require_checkpoint
@@ -86,8 +87,11 @@ class Evaluated:
     calibrated: Path | None = None
 
 
-def evaluate(request: loading.Request) -> Evaluated:
-    """Evaluate agents, vote and crowd, and keep every answer; the batches are counted, see `ci_llm.core.work`.
+def evaluate(request: loading.Request, listener: Listener | None = None) -> Evaluated:
+    """Evaluate agents, vote and crowd, and keep every answer.
+
+    Args:
+        listener: hears of the batches and of all other work of this call, see `ci_llm.core.work`.
 
     Raises:
         BadInput: there is no checkpoint, or there are no rows, or the predictions file belongs to something else.
@@ -95,11 +99,15 @@ def evaluate(request: loading.Request) -> Evaluated:
         OutOfMemory: a batch does not fit.
     """
     began = time.monotonic()
-    if is_base(request.run):
-        found = _evaluate(request, None)
-    else:
-        with located(request.run) as place:
-            found = _evaluate(request, require_checkpoint(place, str(request.run), final_first=True))
+    checkpoint = None
+    with ExitStack() as held:
+        if listener is not None:
+            listeners.append(listener)
+            held.callback(listeners.remove, listener)
+        if not is_base(request.run):
+            place = held.enter_context(located(request.run))
+            checkpoint = require_checkpoint(place, str(request.run), final_first=True)
+        found = _evaluate(request, checkpoint)
     return replace(found, seconds=time.monotonic() - began)
 
 
