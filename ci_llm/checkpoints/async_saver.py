@@ -208,7 +208,7 @@ class SaveTask:
 
     entries: Sequence[StateEntry]
     save: Callable[[Callable[[], Snapshot]], SaveResult]
-    give_up: Callable[[], None] = lambda: None
+    give_up: Callable[[], object] = lambda: None
 
 
 class AsyncSaver:

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from ci_llm.core import determinism
-from ci_llm.errors import ConfigError, ForeignCheckpoint
+from ci_llm.errors import ConfigError
 from ci_llm.integrations.saver import (
+    LoopCheckpoints,
     LoopSaver,
     frozen_digest,
-    load_trained,
     not_resumed,
     require_same,
     restore_generators,
@@ -47,7 +47,7 @@ HYPER_PARAMETERS = ("hyper_parameters", "hparams_name", "hparams_type", "datamod
 BATCHES, EPOCHS = "epoch_loop.batch_progress", "epoch_progress"
 
 
-class LightningCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not there for everyone
+class LightningCheckpoints(LoopCheckpoints, Callback):  # type: ignore[misc]  # Lightning is not there for everyone
     """A callback that saves a run of Lightning, stops it in time when it is told to, and brings it back bit for bit.
 
     Args:
@@ -72,9 +72,7 @@ class LightningCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not 
         if settings.get("checkpoint_backend", "vanilla") != "vanilla":
             what = "only process 0 has the state that Lightning hands out, so no other process can write a part of it"
             raise ConfigError(what, where="checkpoint_backend", hint='leave it at "vanilla"')
-        self._directory, self._settings = Path(directory), settings
-        self.interrupted: str | None = None
-        self._attempt: _Attempt | None = None
+        super().__init__(directory, settings)
 
     def resume(self) -> str | None:
         """The argument for `trainer.fit(ckpt_path=...)`: this run if it has a checkpoint, or None."""
@@ -83,44 +81,34 @@ class LightningCheckpoints(Callback):  # type: ignore[misc]  # Lightning is not 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._end()
-            self.interrupted = None
             _require_fit(trainer)
             saver = LoopSaver(self._directory, self._settings, trainer.strategy.root_device)
-            self._attempt = _Attempt(trainer, saver, str(self._directory))
+            self._begin(_Attempt(trainer, saver, str(self._directory)))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._attempt is not None:
-            self._attempt.begin()
+        self._attempt.begin()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._attempt is not None:
-            self._attempt.wrap_loader()
+        self._attempt.wrap_loader()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._attempt is not None and (reason := self._attempt.begin_batch()) is not None:
+        if (reason := self._attempt.begin_batch()) is not None:
             self.interrupted = reason
             raise StopIteration  # ends the epoch at once, as -1 from this hook of a module does
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._attempt is not None:
-            self._attempt.end_batch(batch_idx)
+        self._attempt.end_batch(batch_idx)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._attempt is not None:
-            self._attempt.finish(interrupted=self.interrupted is not None)
+        self._attempt.finish(interrupted=self.interrupted is not None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._end()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._end()
-
-    def _end(self) -> None:
-        attempt, self._attempt = self._attempt, None
-        if attempt is not None:
-            attempt.end()
 
 
 class _Attempt:
@@ -148,18 +136,13 @@ class _Attempt:
 
     def load(self) -> dict[str, Any]:
         """The newest checkpoint in Lightning's form; if none verifies, one without any state of a training."""
-        self._loaded, step = True, self._saver.step
-        if step is None:
+        self._loaded = True
+        if self._saver.step is None:
             own = self._module.state_dict()
             nothing: dict[str, Any] = {"state_dict": own, "optimizer_states": [], "lr_schedulers": []}
             return {**nothing, "pytorch-lightning_version": lightning.__version__}
-        where = str(self._saver.manager.store.path(step))
-        saved = self._saver.manager.restore(step)
-        if "lightning" not in saved:
-            raise ForeignCheckpoint("this checkpoint is not of Lightning", where=where, hint="give another folder")
+        saved = self._saver.restore("lightning", "about", self._loop(), self._module)
         about = saved["about"]
-        require_same(about["loop"], self._loop(), where)
-        load_trained(self._module, saved["model"], where)
         self._pending = {**saved["processes"][self._trainer.global_rank], "batches": about["batches"]}
         self._logged_steps, self._length = about["logged_steps"], about["length"]
         if about["complete"]:

@@ -49,6 +49,27 @@ class LoopSaver:
         there_is_one, newest = run_collectively(processes, look)
         self.step = self._saved = newest if there_is_one else None
 
+    def restore(self, kind: str, about: str, loop: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+        """The checkpoint of `step`, whose trained tensors are in `model` again.
+
+        Args:
+            kind: a key that only this library's checkpoints have.
+            about: the key of what it says about its loop.
+            loop: the settings of the present loop.
+
+        Raises:
+            ForeignCheckpoint: it is of another library, loop or model.
+        """
+        assert self.step is not None
+        where, saved = str(self.manager.store.path(self.step)), self.manager.read(self.step).state
+        if kind not in saved:
+            raise ForeignCheckpoint(
+                f"this checkpoint is not of {kind.capitalize()}", where=where, hint="give another folder"
+            )
+        require_same(saved[about]["loop"], loop, where)
+        load_trained(model, saved["model"], where)
+        return saved
+
     def listen(self) -> None:
         """Handle signals from here on, in the place of any other handler."""
         self._interrupts.install()
@@ -75,6 +96,23 @@ class LoopSaver:
             self.manager.close()
         finally:
             self._interrupts.restore()
+
+
+class LoopCheckpoints:
+    """The common part of the callbacks: their settings, and the training that is under way."""
+
+    def __init__(self, directory: Path | str, settings: Mapping[str, Any]) -> None:
+        self._directory, self._settings = Path(directory), settings
+        self.interrupted: str | None = None
+        self._attempt: Any = None
+
+    def _begin(self, attempt: Any) -> None:
+        self._attempt, self.interrupted = attempt, None
+
+    def _end(self) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.end()
 
 
 def gather(channel: SideChannel, value: Any) -> list[Any]:

@@ -26,14 +26,13 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from ci_llm.core import determinism
-from ci_llm.errors import ConfigError, ForeignCheckpoint
+from ci_llm.errors import ConfigError
 from ci_llm.integrations.saver import (
     OWN_CHECKPOINTS,
+    LoopCheckpoints,
     LoopSaver,
     frozen_digest,
-    load_trained,
     not_resumed,
-    require_same,
     restore_generators,
     trained_tensors,
 )
@@ -46,7 +45,7 @@ LOOP = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "d
 MAKE_LOADERS = ("get_train_dataloader", "get_eval_dataloader")
 
 
-class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers has no types here
+class TrainerCheckpoints(LoopCheckpoints, TrainerCallback):  # type: ignore[misc]  # Transformers has no types here
     """A callback that saves a Trainer's run, stops it in time when it is told to, and brings it back bit for bit.
 
     Args:
@@ -65,9 +64,7 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers
     """
 
     def __init__(self, directory: Path | str, **settings: Any) -> None:
-        self._directory, self._settings = Path(directory), settings
-        self.interrupted: str | None = None
-        self._attempt: _Attempt | None = None
+        super().__init__(directory, settings)
 
     def resume(self, trainer: Trainer) -> str | None:
         """The argument for `trainer.train(resume_from_checkpoint=...)`: the newest checkpoint that verifies, or None.
@@ -79,10 +76,10 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers
         """
         _require_fit(trainer, self)
         self._end()
-        self.interrupted = None
-        self._attempt = _Attempt(trainer, LoopSaver(self._directory, self._settings, trainer.args.device))
-        self._attempt.saver.listen()
-        return self._attempt.source
+        attempt = _Attempt(trainer, LoopSaver(self._directory, self._settings, trainer.args.device))
+        self._begin(attempt)
+        attempt.saver.listen()
+        return attempt.source
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._attempt is None or state.global_step != (self._attempt.saver.step or 0):
@@ -90,15 +87,15 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers
         self._attempt.begin()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._now.begin_epoch()
+        self._attempt.begin_epoch()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._now.begin_step()
+        self._attempt.begin_step()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._now.mark = _mark()  # to the next step only the fetching of batches and an evaluation may draw
-        if (reason := self._now.saver.told_to_stop(state.global_step)) is not None:
-            self.interrupted, self._now.stopping = reason, True
+        self._attempt.mark = _mark()  # to the next step only the fetching of batches and an evaluation may draw
+        if (reason := self._attempt.saver.told_to_stop(state.global_step)) is not None:
+            self.interrupted, self._attempt.stopping = reason, True
             control.should_training_stop = True
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -107,26 +104,16 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # Transformers
             self._attempt.saver.manager.due.forget()  # a save may have been asked for during the evaluation
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._now.mark = None
-        if self._now.stopping and not _between_epochs(state):
+        self._attempt.mark = None
+        if self._attempt.stopping and not _between_epochs(state):
             # Trainer calls this for an epoch that was broken off as well, and would evaluate it.
             control.should_evaluate = control.should_log = control.should_save = False
         # At an interruption the weights stay those of the step: the best ones belong to the end of the run.
-        self._now.keep_weights()
+        self._attempt.keep_weights()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._now.finish()
+        self._attempt.finish()
         self._end()
-
-    @property
-    def _now(self) -> _Attempt:
-        assert self._attempt is not None
-        return self._attempt
-
-    def _end(self) -> None:
-        attempt, self._attempt = self._attempt, None
-        if attempt is not None:
-            attempt.end()
 
 
 class _Attempt:
@@ -170,18 +157,12 @@ class _Attempt:
 
     def begin(self) -> None:
         """Restore what Trainer has made by now: model, optimizer and the rest. Generators are restored later."""
-        trainer, manager = self._trainer, self.saver.manager
-        manager.watch(trainer.optimizer)
-        if self.source is None or self.saver.step is None:
+        trainer = self._trainer
+        self.saver.manager.watch(trainer.optimizer)
+        if self.source is None:
             return
-        saved = manager.restore(self.saver.step)
-        if "trainer" not in saved:
-            raise ForeignCheckpoint(
-                "this checkpoint is not of a Trainer", where=self.source, hint="give another folder"
-            )
+        saved = self.saver.restore("trainer", "trainer", self._loop(), trainer.model)
         about = saved["trainer"]
-        require_same(about["loop"], self._loop(), self.source)
-        load_trained(trainer.model, saved["model"], self.source)
         for name, own in self._stateful().items():
             own.load_state_dict(saved[name])
         for callback, attributes in zip(self._callbacks(), about["callbacks"], strict=True):

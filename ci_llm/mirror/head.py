@@ -27,6 +27,7 @@ from pydantic import AfterValidator, TypeAdapter
 from ci_llm.checkpoints.layout import FINAL
 from ci_llm.checkpoints.manifest import STEP_FOLDER, check_name
 from ci_llm.core.durable import make_folders, read_json, write_json
+from ci_llm.core.run_folder import read_known
 from ci_llm.core.typed_json import seal, unseal
 from ci_llm.errors import CheckpointError
 
@@ -89,17 +90,16 @@ def write_token(folder: Path, token: Token) -> None:
 
 def read_token(folder: Path) -> Token | None:
     """The token of the run in a folder; None if it has no mirror yet. Raises CheckpointError: it cannot be read."""
-    path = folder / TOKEN_FILE
-    try:
-        match read_json(path):
-            case {"run": str(run), "writer": str(writer)}:
-                return Token(run, writer)
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        pass
     what = "the record of this run's mirror is damaged, or of another version of ci-llm"
-    raise CheckpointError(what, where=str(path), hint="remove this file, and give the run another mirror")
+    hint = "remove this file, and give the run another mirror"
+    return read_known(folder / TOKEN_FILE, _parsed_token, what, hint)
+
+
+def _parsed_token(path: Path) -> Token:
+    match read_json(path):
+        case {"run": str(run), "writer": str(writer)}:
+            return Token(run, writer)
+    raise ValueError("it lacks a field")
 
 
 Place: TypeAlias = Annotated[str, AfterValidator(partial(_require, _PLACE.fullmatch))]
@@ -173,11 +173,17 @@ class Head:
         return replace(self, line=line, aside=(*self.aside, *gone))
 
     def with_step(self, entry: Entry) -> Head:
-        """This head with `entry` in its line; another step of the same name is put aside, a final one replaced."""
+        """This head with `entry` in its line; another step of the same name is put aside, a final one replaced.
+
+        What was put aside of this very checkpoint, because it was not whole, leaves.
+        """
         head = self.putting_aside(lambda each: each.name == entry.name != FINAL and each != entry)
         others = [each for each in head.line if each.name != entry.name]
+        known = entry.name, digest_of(entry.place)
+        aside = tuple(each for each in head.aside if (each.name, digest_of(each.place)) != known)
         # The newest first; a numbered step before the final one of the same step.
-        return replace(head, line=tuple(sorted([*others, entry], key=lambda each: (-each.step, each.name))))
+        line = tuple(sorted([*others, entry], key=lambda each: (-each.step, each.name)))
+        return replace(head, line=line, aside=aside)
 
     def dump(self) -> bytes:
         return seal({"format_version": VERSION, **_HEAD.dump_python(self, mode="json")}, hashlib.sha256)

@@ -110,6 +110,7 @@ class Mirror:
         self._writer = MirrorWriter(objects, self._pace)
         self._claim: Callable[[], object] | None = None  # what is to be called first
         self._swept = False
+        self._newest_here: int | None = None  # kept, because the disk may fail while its error is told
         self.sending: frozenset[int] = frozenset()
         self._passed_over: set[str] = set()  # digests of manifests
         self._work, self._over, self._idle = threading.Event(), threading.Event(), threading.Event()
@@ -242,7 +243,9 @@ class Mirror:
 
     def _next(self) -> tuple[int, Path, str] | None:
         """Step, folder and the manifest's digest of the newest commit that the mirror lacks."""
-        for step, folder in committed(self.folder):
+        line = committed(self.folder)
+        self._newest_here = line[0][0] if line else None
+        for step, folder in line:
             with contextlib.suppress(OSError):  # pruned meanwhile
                 known = digest([(folder / MANIFEST).read_bytes()])
                 if known not in self._passed_over and not self._writer.head.holds(folder.name, known):
@@ -297,10 +300,9 @@ class Mirror:
         self.state = replace(self._look(), **values)
         if self.state.behind_s >= self._warn_at_s:
             self._warn_at_s = 2 * self.state.behind_s
-            newest = max((step for step, _ in committed(self.folder)), default=None)
             why = f" ({self.state.error})" if self.state.error else ""
             logger.warning(
-                f"mirror    {duration(self.state.behind_s)} behind{why}: the newest step here is {newest},"
+                f"mirror    {duration(self.state.behind_s)} behind{why}: the newest step here is {self._newest_here},"
                 f" there {self.state.step}; if this machine is lost now, the run resumes from that one"
             )
         self.on_change(self.state)

@@ -191,10 +191,10 @@ class MirrorWriter:
     # Removing
 
     def sweep(self) -> list[Entry]:
-        """Remove what earlier writers left, and look whether every step of the line is there.
+        """Remove what earlier writers left, and look whether every step of the line and every file of the run is there.
 
         A later writer may need what this one does not know, so that is left alone. Where the store does not list its
-        objects, nothing is done.
+        objects, nothing is done. A file of the run that is lost is sent again by the next `send_file`.
 
         Returns:
             the steps that are not whole; they can be sent again.
@@ -212,7 +212,14 @@ class MirrorWriter:
 
         self._remove(filter(is_left, listed))
         lost = [entry for entry in self.head.line if not self._is_whole(entry, listed)]
-        self._there = {key for key in self._there if not key.startswith(tuple(entry.place for entry in lost))}
+        files = {
+            name: file
+            for name, file in self.head.files.items()
+            if self._is_there(f"{file.place}/{name}", file.size, digest_of(file.place), listed)
+        }
+        gone = self.head.places - replace(self.head, files=files).places | {entry.place for entry in lost}
+        self._there = {key for key in self._there if not key.startswith(tuple(gone))}
+        self.head = replace(self.head, files=files)
         return lost
 
     def _is_whole(self, entry: Entry, listed: Mapping[str, int]) -> bool:
@@ -223,12 +230,13 @@ class MirrorWriter:
         except DamagedCheckpoint:
             return False
         return all(
-            listed.get(key) == record.size or self._is_held(key, record.size, record.digest)  # a listing may be stale
-            for key, record in ((entry.key(name), record) for name, record in files.items())
+            self._is_there(entry.key(name), record.size, record.digest, listed) for name, record in files.items()
         )
 
-    def _is_held(self, key: str, size: int, known: str) -> bool:
-        for _ in range(TRIES):
+    def _is_there(self, key: str, size: int, known: str, listed: Mapping[str, int]) -> bool:
+        if listed.get(key) == size:
+            return True
+        for _ in range(TRIES):  # a listing may be stale
             with contextlib.suppress(Missing):
                 if digest(self._reader.pieces(key, size)) == known:
                     return True

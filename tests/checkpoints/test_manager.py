@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 import hypothesis.strategies as st
 import numpy as np
@@ -54,6 +54,22 @@ def managers(tmp_path: Path) -> Iterator[Any]:
     yield make
     for manager in made:
         manager.close()
+
+
+Together: TypeAlias = Callable[..., Path]
+
+
+@pytest.fixture
+def together(server: ForkServer, tmp_path: Path) -> Together:
+    """Runs a loop of `loops` in two processes, which must end well; returns their folder."""
+
+    def run(loop: Callable[..., int], *, ranks: int = 2, **arguments: Any) -> Path:
+        log, directory = tmp_path / "log", tmp_path / "run"
+        codes = server.run(loop, log, ranks=ranks, directory=directory, **arguments)
+        assert codes == [0] * ranks, log.read_text()
+        return directory
+
+    return run
 
 
 # When
@@ -409,33 +425,21 @@ def test_an_error_of_an_asynchronous_save_is_raised_at_the_next_call(managers: A
         manager.save(11, {"a": 3})
 
 
-def test_a_full_disk_during_an_asynchronous_save_is_reported_and_not_raised(managers: Any, said: list[str]) -> None:
-    disk = FailingDisk(10**9, 5)
-    manager = managers(disk=disk, async_save=True)
-    manager.save(0, {"a": 1})
-    manager.wait_until_finished()
-    disk.lives = disk.changes + 2
-    manager.save(1, {"a": 2})
-    manager.wait_until_finished()
-    assert said == ["checkpoint_step_1 is dropped: [Errno 5] Input/output error"]
-    assert manager.last_result is not None
-    assert not manager.last_result.saved
-    assert manager.save(2, {"a": 3})
-    assert manager.latest_step() == 2
-
-
-def test_a_step_dropped_by_an_asynchronous_save_may_be_saved_again(
-    managers: Any, tmp_path: Path, said: list[str]
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_a_step_dropped_by_an_asynchronous_save_is_reported_and_may_be_saved_again(
+    managers: Any, code: int, said: list[str]
 ) -> None:
-    disk = FailingDisk(10**9, 28)
+    disk = FailingDisk(10**9, code)
     manager = managers(disk=disk, async_save=True)
     manager.store.acquire_lease()
     disk.lives = disk.changes + 2
     assert manager.save(1, {"a": 1})
     manager.wait_until_finished()
+    assert said == [f"checkpoint_step_1 is dropped: [Errno {code}] {os.strerror(code)}"]
+    assert manager.last_result is not None
+    assert not manager.last_result.saved
     assert manager.save(1, {"a": 1}, force=True)
     assert manager.latest_step() == 1
-    assert said == ["checkpoint_step_1 is dropped: [Errno 28] No space left on device"]
 
 
 def test_a_step_that_was_set_aside_may_be_saved_again(managers: Any, tmp_path: Path) -> None:
@@ -523,18 +527,15 @@ def test_save_and_reached_preemption_see_a_signal_at_the_same_step(managers: Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signalled", [0, 1])
-def test_two_processes_stop_at_the_same_step(server: ForkServer, tmp_path: Path, signalled: int) -> None:
-    directory, log = tmp_path / "run", tmp_path / "log"
-    codes = server.run(loops.preempted_together, log, ranks=2, directory=directory, signalled=signalled)
-    assert codes == [0, 0], log.read_text()
+def test_two_processes_stop_at_the_same_step(together: Together, signalled: int) -> None:
+    directory = together(loops.preempted_together, signalled=signalled)
     restored = load_checkpoint(directory / "checkpoint_step_7").state
     assert restored["weight"].tolist() == [7.0, 7.0]
     assert restored["rank"] == 0
 
 
-def test_each_process_restores_its_own_state_and_saves_it_again(server: ForkServer, tmp_path: Path) -> None:
-    directory, log = tmp_path / "run", tmp_path / "log"
-    assert server.run(loops.restoring_their_own, log, ranks=2, directory=directory) == [0, 0], log.read_text()
+def test_each_process_restores_its_own_state_and_saves_it_again(together: Together) -> None:
+    directory = together(loops.restoring_their_own)
     own = load_checkpoint(directory / "checkpoint_step_1").state["own"]
     assert {name: part["draws"].tolist() for name, part in own.items()} == {"process0": [10, 10], "process1": [11, 11]}
     alone = CheckpointManager(directory)
@@ -546,53 +547,41 @@ def test_each_process_restores_its_own_state_and_saves_it_again(server: ForkServ
 
 
 @pytest.mark.parametrize("hopeless", ["state", "info"])
-def test_an_error_of_process_0_is_an_error_of_all(server: ForkServer, tmp_path: Path, hopeless: str) -> None:
-    directory, log = tmp_path / "run", tmp_path / "log"
-    codes = server.run(loops.failing_together, log, ranks=2, directory=directory, hopeless=hopeless)
-    assert codes == [0, 0], log.read_text()
+def test_an_error_of_process_0_is_an_error_of_all(together: Together, hopeless: str) -> None:
+    directory = together(loops.failing_together, hopeless=hopeless)
     assert CheckpointManager(directory).all_steps() == [1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True])
-def test_every_process_can_wait_for_the_save_of_process_0(server: ForkServer, tmp_path: Path, full: bool) -> None:
-    log = tmp_path / "log"
-    codes = server.run(loops.waiting_together, log, ranks=2, directory=tmp_path / "run", full=full)
-    assert codes == [0, 0], log.read_text()
+def test_every_process_can_wait_for_the_save_of_process_0(together: Together, full: bool) -> None:
+    together(loops.waiting_together, full=full)
 
 
-def test_a_checkpoint_that_only_some_processes_have_is_refused_on_all(server: ForkServer, tmp_path: Path) -> None:
-    directory, log = tmp_path / "run", tmp_path / "log"
-    codes = server.run(loops.some_with_their_own, log, ranks=2, directory=directory)
-    assert codes == [0, 0], log.read_text()
-    assert numbered_steps(directory) == [2]
+def test_a_checkpoint_that_only_some_processes_have_is_refused_on_all(together: Together) -> None:
+    assert numbered_steps(together(loops.some_with_their_own)) == [2]
 
 
-def test_the_last_save_outlasts_the_process_group(server: ForkServer, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    codes = server.run(loops.leaving_before_the_save_ends, log, ranks=2, directory=tmp_path / "run")
-    assert codes == [0, 0], log.read_text()
+def test_the_last_save_outlasts_the_process_group(together: Together) -> None:
+    together(loops.leaving_before_the_save_ends)
 
 
-def test_a_busy_folder_is_refused_on_every_process(server: ForkServer, tmp_path: Path) -> None:
-    directory, log = tmp_path / "run", tmp_path / "log"
-    with CheckpointManager(directory) as holder:
+def test_a_busy_folder_is_refused_on_every_process(together: Together, tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as holder:
         holder.store.acquire_lease()
-        assert server.run(loops.busy_together, log, ranks=2, directory=directory) == [0, 0]
-    assert sorted(log.read_text().split()) == ["CheckpointError", "WriterBusy"]
+        together(loops.busy_together)
+    assert sorted((tmp_path / "log").read_text().split()) == ["CheckpointError", "WriterBusy"]
 
 
 def test_a_failed_asynchronous_save_is_raised_on_all_processes_in_the_loop_of_a_library(
-    server: ForkServer, tmp_path: Path
+    together: Together, tmp_path: Path
 ) -> None:
-    log = tmp_path / "log"
-    assert server.run(loops.failing_behind_together, log, ranks=2, directory=tmp_path / "run") == [0, 0]
-    assert sorted(log.read_text().split()) == ["CheckpointError", "WriterBusy"]
+    together(loops.failing_behind_together)
+    assert sorted((tmp_path / "log").read_text().split()) == ["CheckpointError", "WriterBusy"]
 
 
-def test_a_forked_child_does_not_wait_for_the_save_of_its_parent(server: ForkServer, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    assert server.run(loops.forking, log, directory=tmp_path / "run") == [0], log.read_text()
+def test_a_forked_child_does_not_wait_for_the_save_of_its_parent(together: Together) -> None:
+    together(loops.forking, ranks=1)
 
 
 @pytest.mark.slow

@@ -81,6 +81,11 @@ def elsewhere(number: int = 1, **changes: Any) -> Owner:
     return Owner(**{"machine": f"node{number}", "pid": 4711} | changes)
 
 
+def round_of(job: str, number: str) -> dict[str, str]:
+    """What torchrun tells of a round."""
+    return {"elastic_job": job, "elastic_round": number}
+
+
 # Committing and pruning
 
 
@@ -178,18 +183,25 @@ def test_a_step_held_only_by_the_final_checkpoint_gets_a_folder_before_that_is_r
     assert not (step / "README.md").exists()
 
 
-def test_a_final_checkpoint_that_finds_no_space_is_dropped_and_the_one_before_stays(run: Run) -> None:
+@pytest.mark.parametrize("holds_its_step", [False, True], ids=["of a newer step", "the only one of its step"])
+def test_a_final_checkpoint_that_finds_no_space_is_dropped_and_the_one_before_stays(
+    holds_its_step: bool, run: Run
+) -> None:
     disk = FullDisk()
     disk.full = False
     store = run.open(disk=disk)
     store.save(1, files(1))
     assert store.finish({"README.md": b"one"}).saved
-    store.save(2, files(2))
+    if holds_its_step:
+        store.delete(1)
+    else:
+        store.save(2, files(2))
     disk.full = True
     result = store.finish({"README.md": b"two"})
-    assert (result.step, result.saved, result.cause is None) == (2, False, False)
+    assert (result.step, result.saved, result.cause is None) == (1 if holds_its_step else 2, False, False)
     assert "final_checkpoint is dropped" in result.note
     assert (run.directory / "final_checkpoint" / "README.md").read_bytes() == b"one"
+    assert 1 in store.all_steps()
 
 
 def test_a_step_below_0_is_refused(run: Run) -> None:
@@ -242,20 +254,6 @@ def test_readers_of_the_result_find_the_final_checkpoint_first(run: Run) -> None
     found = [find_checkpoint(run.directory, final_first=first) for first in (False, True)]
     assert found == [step, final]
     assert [find_checkpoint(folder) for folder in (step, final)] == [step, final]
-
-
-def test_the_final_checkpoint_stays_where_its_step_could_not_get_a_folder(run: Run) -> None:
-    disk = FullDisk()
-    disk.full = False
-    store = run.open(disk=disk)
-    store.save(1, files(1))
-    store.finish({"README.md": b"one"})
-    store.delete(1)
-    disk.full = True
-    result = store.finish({"README.md": b"two"})
-    assert (result.step, result.saved, result.cause is None) == (1, False, False)
-    assert (run.directory / "final_checkpoint" / "README.md").read_bytes() == b"one"
-    assert store.all_steps() == [1]
 
 
 def test_a_final_checkpoint_that_cannot_be_replaced_is_moved_back(run: Run) -> None:
@@ -377,10 +375,16 @@ def test_a_process_that_is_gone_is_taken_over_at_once(run: Run) -> None:
         (elsewhere(1, slurm_job="7"), elsewhere(2, slurm_job="7", slurm_restarts="1"), True),
         (elsewhere(1, slurm_job="7"), elsewhere(2, slurm_job="8"), False),
         (elsewhere(1), elsewhere(2), False),
+        (elsewhere(1, **round_of("crowd", "a:1")), elsewhere(2, **round_of("crowd", "a:2")), True),
+        (elsewhere(1, **round_of("crowd", "a:1")), elsewhere(2, **round_of("crowd", "a:1")), False),
+        (elsewhere(1, **round_of("crowd", "a:1")), elsewhere(2, **round_of("other", "a:2")), False),
     ],
-    ids=["another node of the job", "the job requeued", "another job", "no job"],
+    ids=[
+        *("another node of the job", "the job requeued", "another job", "no job"),
+        *("a later round of torchrun", "the same round", "a round of another job"),
+    ],
 )
-def test_a_slurm_job_that_was_started_again_has_no_other_writer(then: Owner, now: Owner, dead: bool) -> None:
+def test_a_job_or_a_round_that_was_started_again_has_no_earlier_writer(then: Owner, now: Owner, dead: bool) -> None:
     assert (then.why_gone(now, silent_s=1.0, timeout_s=60.0) is not None) == dead
 
 
@@ -391,25 +395,6 @@ def test_a_process_that_lost_its_peer_takes_over_after_one_missed_heartbeat(run:
         run.open(owner=elsewhere(2)).acquire_lease()
     assert run.open(owner=elsewhere(2)).acquire_lease(SURVIVOR_TIMEOUT_S) == 2
     assert WRITER_TIMEOUT_S / HEARTBEATS_PER_TIMEOUT < SURVIVOR_TIMEOUT_S
-
-
-@pytest.mark.parametrize(
-    ("then", "now", "dead"),
-    [
-        (("crowd", "a:1"), ("crowd", "a:2"), True),
-        (("crowd", "a:1"), ("crowd", "a:1"), False),
-        (("crowd", "a:1"), ("other", "a:2"), False),
-        ((None, None), (None, None), False),
-    ],
-    ids=["a later round", "the same round", "another job", "no job"],
-)
-def test_a_round_of_torchrun_has_no_writer_of_an_earlier_round(
-    then: tuple[str | None, str | None], now: tuple[str | None, str | None], dead: bool
-) -> None:
-    writer, other = (
-        elsewhere(machine, elastic_job=job, elastic_round=round_) for machine, (job, round_) in enumerate((then, now))
-    )
-    assert (writer.why_gone(other, silent_s=1.0, timeout_s=60.0) is not None) == dead
 
 
 def test_a_later_process_with_the_same_pid_is_not_the_writer() -> None:
@@ -654,13 +639,17 @@ def test_a_stopped_process_is_taken_over_and_can_write_nothing_when_it_wakes(run
     assert owner.look() == 3
 
 
-def test_the_lease_is_renewed_until_it_is_released(run: Run) -> None:
+@pytest.mark.parametrize("refusals", [[], [errno.EIO, errno.ESTALE]], ids=["a sound disk", "a disk that hiccups"])
+def test_the_lease_is_renewed_until_it_is_released(refusals: list[int], run: Run) -> None:
     beats = threading.Semaphore(0)
 
     class Heartbeat(CachedDisk):
         def touch(self, path: Path) -> None:
+            beating = threading.current_thread().name == "ci_llm lease"
+            if beating and refusals:
+                raise OSError(refusals.pop(), "a hiccup")
             super().touch(path)
-            if threading.current_thread().name == "ci_llm lease":
+            if beating:
                 beats.release()
 
     before = set(threading.enumerate())
@@ -671,22 +660,6 @@ def test_the_lease_is_renewed_until_it_is_released(run: Run) -> None:
     for thread in set(threading.enumerate()) - before:
         thread.join(timeout=DEADLINE_S)
         assert not thread.is_alive()
-
-
-def test_a_heartbeat_that_the_disk_refused_is_tried_again(run: Run) -> None:
-    beats = threading.Semaphore(0)
-    refusals = [errno.EIO, errno.ESTALE]
-
-    class Hiccup(CachedDisk):
-        def touch(self, path: Path) -> None:
-            if threading.current_thread().name == "ci_llm lease":
-                if refusals:
-                    raise OSError(refusals.pop(), "a hiccup")
-                beats.release()
-            super().touch(path)
-
-    run.open(writer_timeout=0.06, disk=Hiccup()).acquire_lease()
-    assert beats.acquire(timeout=DEADLINE_S)
 
 
 def test_a_lease_that_could_not_be_acquired_does_not_block_others(run: Run) -> None:
@@ -959,9 +932,24 @@ def refused(folder: Path) -> str:
     return refusal.value.what
 
 
-def test_a_planted_file_is_refused(target: Path) -> None:
-    (target / "agent0" / "evil.json").write_bytes(b"{}")
-    assert "files that the manifest does not know: agent0/evil.json" in refused(target)
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda folder: (folder / "agent0/evil.json").write_bytes(b"{}"), "does not know: agent0/evil.json"),
+        (lambda folder: os.mkfifo(folder / "pipe.json"), "pipe.json is a link or a special file"),
+        (lambda folder: os.truncate(folder / MANIFEST, 1 << 30), f"the manifest has {1 << 30} bytes"),
+        (
+            lambda folder: os.truncate(folder / "optimizer.safetensors", 1 << 40),
+            "another size than the manifest says: optimizer.safetensors",
+        ),
+    ],
+    ids=["planted", "special", "a huge manifest", "a file that grew"],
+)
+def test_a_file_that_was_never_written_so_is_refused_and_not_read(
+    target: Path, harm: Callable[[Path], object], told: str
+) -> None:
+    harm(target)
+    assert told in refused(target)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pkl", "agent0/model.bin", "x.PT", "rng.pickle", "y.npz"])
@@ -1011,25 +999,10 @@ def test_links_are_refused(target: Path, what: str, told: str) -> None:
     assert told in refused(target)
 
 
-def test_a_special_file_is_refused_and_not_opened(target: Path) -> None:
-    os.mkfifo(target / "pipe.json")
-    assert "pipe.json is a link or a special file" in refused(target)
-
-
 @pytest.mark.parametrize("length", [1 << 40, 101_000_000, 2**64 - 1])
 def test_a_huge_header_is_refused(length: int) -> None:
     with pytest.raises(ValueError, match="header"):
         read_safetensors(length.to_bytes(8, "little") + b"{" + b" " * 100)
-
-
-def test_a_huge_manifest_is_not_read(target: Path) -> None:
-    os.truncate(target / MANIFEST, 1 << 30)
-    assert f"the manifest has {1 << 30} bytes" in refused(target)
-
-
-def test_a_file_that_grew_is_not_read(target: Path) -> None:
-    os.truncate(target / "optimizer.safetensors", 1 << 40)
-    assert "another size than the manifest says: optimizer.safetensors" in refused(target)
 
 
 # Space and failing disks

@@ -151,6 +151,8 @@ class TestAlone:
             processes.wait_for_everyone()
         processes.require_same_folder(tmp_path / "run")
         processes.require_same_folder(tmp_path / "run")
+        (tmp_path / "run").rename(tmp_path / "moved")
+        (tmp_path / "run").write_text("no folder: the tokens cannot be removed")
         assert processes.shutdown()
 
     @pytest.mark.parametrize("key", ["mixed_precision", "model_dtype"])

@@ -117,13 +117,18 @@ def trainer(
     return Trainer(model=made, args=arguments, train_dataset=given, eval_dataset=Rows(), callbacks=callbacks)
 
 
+def resumed(trainer: Trainer, checkpoints: TrainerCheckpoints) -> Trainer:
+    """A trainer after its call of `train`, as the documentation has it."""
+    trainer.train(resume_from_checkpoint=checkpoints.resume(trainer))
+    return trainer
+
+
 @pytest.mark.slow
 def test_a_training_that_would_begin_again_is_refused(tmp_path: Path) -> None:
     checkpoints = TrainerCheckpoints(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"trainer\.train\(resume_from_checkpoint=checkpoints\.resume\(trainer\)\)"):
         trainer(tmp_path, [checkpoints]).train()
-    first = trainer(tmp_path, [checkpoints])
-    first.train(resume_from_checkpoint=checkpoints.resume(first))
+    resumed(trainer(tmp_path, [checkpoints]), checkpoints)
     second = trainer(tmp_path, [checkpoints])
     checkpoints.resume(second)
     with pytest.raises(ConfigError, match="would not resume from its newest checkpoint"):
@@ -166,8 +171,7 @@ def test_handlers_are_given_back_whatever_ends_the_training(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_another_loop_model_or_base_is_refused(tmp_path: Path) -> None:
     checkpoints = TrainerCheckpoints(tmp_path / "run")
-    first = trainer(tmp_path, [checkpoints])
-    first.train(resume_from_checkpoint=checkpoints.resume(first))
+    resumed(trainer(tmp_path, [checkpoints]), checkpoints)
     wider = GPT2LMHeadModel(GPT2Config(vocab_size=31, n_positions=12, n_embd=16, n_layer=1, n_head=1))
     frozen = GPT2LMHeadModel(GPT2Config(vocab_size=31, n_positions=12, n_embd=8, n_layer=1, n_head=1))
     frozen.transformer.wte.weight.requires_grad = False
@@ -176,9 +180,8 @@ def test_another_loop_model_or_base_is_refused(tmp_path: Path) -> None:
         (trainer(tmp_path, [checkpoints], model=wider), "the model is another one"),
         (trainer(tmp_path, [checkpoints], model=frozen), "frozen weights was"),
     ):
-        point = checkpoints.resume(odd)
         with pytest.raises(ForeignCheckpoint, match=message):
-            odd.train(resume_from_checkpoint=point)
+            resumed(odd, checkpoints)
 
 
 @pytest.mark.parametrize("changes", [{"auto_find_batch_size": True}, {"ignore_data_skip": True}])
@@ -193,8 +196,7 @@ def test_rows_that_draw_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     for rows, told in ((Rows(), False), (Drawing(), True)):
         caplog.clear()
         checkpoints = TrainerCheckpoints(tmp_path / f"run{told}")
-        own = trainer(tmp_path, [checkpoints], rows, eval_strategy="steps", eval_steps=2)
-        own.train(resume_from_checkpoint=checkpoints.resume(own))
+        resumed(trainer(tmp_path, [checkpoints], rows, eval_strategy="steps", eval_steps=2), checkpoints)
         assert ("make it a function of the row" in caplog.text) is told
 
 
@@ -206,8 +208,7 @@ def test_a_save_that_is_asked_for_during_an_evaluation_is_of_its_step(tmp_path: 
                 os.kill(os.getpid(), signal.SIGUSR1)
 
     checkpoints = TrainerCheckpoints(tmp_path / "run", save_interval_steps=None)
-    own = trainer(tmp_path, [checkpoints, Asks()], eval_strategy="steps", eval_steps=2, max_steps=4)
-    own.train(resume_from_checkpoint=checkpoints.resume(own))
+    resumed(trainer(tmp_path, [checkpoints, Asks()], eval_strategy="steps", eval_steps=2, max_steps=4), checkpoints)
     assert numbered_steps(tmp_path / "run") == [2, 4]
 
 
@@ -228,13 +229,11 @@ def test_the_patience_of_early_stopping_survives(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     own.callback_handler.callbacks.insert(0, Stop())
-    own.train(resume_from_checkpoint=first[0].resume(own))
+    resumed(own, first[0])
     assert (first[0].interrupted, own.state.global_step) == ("signal:SIGTERM", 2)
     second = callbacks()
-    later = trainer(tmp_path, second, **how)
-    later.train(resume_from_checkpoint=second[0].resume(later))
+    later = resumed(trainer(tmp_path, second, **how), second[0])
     assert (second[0].interrupted, later.state.global_step) == (None, 4)
     third = callbacks()
-    over = trainer(tmp_path, third, **how)
-    over.train(resume_from_checkpoint=third[0].resume(over))
+    over = resumed(trainer(tmp_path, third, **how), third[0])
     assert over.state.global_step == 4, "a run that has stopped early is over"

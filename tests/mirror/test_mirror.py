@@ -184,16 +184,19 @@ def test_a_damaged_newest_step_is_passed_over_set_aside_and_sent_again(node: Nod
 def test_a_mirror_that_is_half_there_is_healed_from_the_disk(node: Nodes) -> None:
     one = node("one")
     one.begin()
+    (one.folder / "metrics.jsonl").write_text("a line\n")
     one.save(1, 2)
     one.close()
     for key in keys_of(one):
-        if "optimizer" in key:
+        if "optimizer" in key or "metrics" in key:
             stored(one, key).unlink()
     again = node("one")
     assert again.begin() == 2
     assert again.mirror.flush(DEADLINE_S), again.mirror.state
     assert again.line == ["checkpoint_step_2", "checkpoint_step_1"]
     assert not again.mirror.reader.damage(again.head)
+    assert again.head.aside == (), "what was left of the steps is gone"
+    assert again.mirror.reader.file("metrics.jsonl", again.head.files["metrics.jsonl"]) == b"a line\n"
 
 
 def test_going_back_takes_newer_steps_out_of_the_line_and_keeps_them(node: Nodes) -> None:
@@ -468,6 +471,32 @@ def test_an_error_of_this_machine_is_tried_again_and_damage_is_not(
     one.save(3, flush=False)
     assert not one.mirror.flush(DEADLINE_S)
     assert one.line[0] == "checkpoint_step_2"
+
+
+def test_a_disk_that_fails_while_the_mirror_is_behind_does_not_end_its_thread(
+    node: Nodes, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setattr(sender, "backoff_s", lambda failures, hurry: 0.0)
+    one = node("one")
+    one.begin()
+    one.save(1)
+    failed = threading.Event()
+
+    def refuse(folder: Path) -> Any:
+        failed.set()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(sender, "committed", refuse)
+        one.mirror._warn_at_s = 0.0
+        one.save(2, flush=False)
+        assert failed.wait(DEADLINE_S)
+        assert one.mirror._thread is not None
+        one.mirror._thread.join(0.2)
+        assert one.mirror._thread.is_alive()
+    assert one.mirror.flush(DEADLINE_S)
+    assert one.line[0] == "checkpoint_step_2"
+    assert any("behind" in line and "the newest step here is 1" in line for line in said), said
 
 
 def test_a_step_that_is_damaged_here_is_named_and_not_sent(node: Nodes, said: list[str]) -> None:

@@ -106,3 +106,7 @@ def test_the_token_of_a_disk_comes_back(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="damaged, or of another version") as refused:
             read_token(tmp_path)
         assert refused.value.where == str(tmp_path / TOKEN_FILE)
+    (tmp_path / TOKEN_FILE).unlink()
+    (tmp_path / TOKEN_FILE).mkdir()
+    with pytest.raises(CheckpointError, match="it cannot be read: Is a directory"):
+        read_token(tmp_path)

@@ -143,61 +143,40 @@ def _digests(entry: StateEntry) -> list[str]:
 
 
 Message: TypeAlias = "dict[str, Any]"
-#: Saves files in the store, beside those of other writers.
-Commit: TypeAlias = Callable[[Snapshot, OtherWriters], SaveResult]
 GAVE_UP: Message = {"gave_up": True}
 ONE_STATE = "gather what each process has of its own into one dict that all of them give, a key for each process"
 
 
-class PartWriter:
-    """One of the processes that write a checkpoint together. Building it and each of its methods are collectives."""
+def _require_one_state(channel: SideChannel, entries: Sequence[StateEntry]) -> None:
+    received = channel.exchange_result_of(lambda: dump_json(contents(entries)))
+    states: list[Any] = [load_json(message) for message in received]
+    for index, theirs in enumerate(states):
+        odd = sorted(key for key in {**states[0], **theirs} if states[0].get(key) != theirs.get(key))
+        if odd:
+            raise CheckpointError(
+                f"process {index} does not hold the state of process 0: {', '.join(odd)}",
+                where="checkpoint_backend: distributed",
+                hint=ONE_STATE,
+            )
 
-    def __init__(self) -> None:
-        self._channel = SideChannel()
-        self._is_compared = self._channel.count == 1
-        self._parts: Sequence[Part] = ()
 
-    def share(self, entries: Sequence[StateEntry]) -> Sequence[StateEntry]:
-        """The part of a state that this process writes, before anything is begun.
+@dataclass(frozen=True)
+class _JointSave:
+    """One save, as one of the processes that write it together sees it.
 
-        The first state is compared between the processes, bit by bit. Later ones are not: their names and shapes are,
-        when they are written.
+    Attributes:
+        parts: what each process writes, by index.
+    """
 
-        Args:
-            entries: the whole state, the same on every process.
+    channel: SideChannel
+    request: SaveRequest
+    parts: Sequence[Part]
 
-        Raises:
-            CheckpointError: two keys would share a file; or the first state is not the same on all processes.
-        """
-        self._parts = deal(entries, self._channel.count)
-        if not self._is_compared:
-            self._require_one_state(entries)
-            self._is_compared = True
-        return self._parts[self._channel.index]
-
-    def _require_one_state(self, entries: Sequence[StateEntry]) -> None:
-        received = self._channel.exchange_result_of(lambda: dump_json(contents(entries)))
-        states: list[Any] = [load_json(message) for message in received]
-        for index, theirs in enumerate(states):
-            odd = sorted(key for key in {**states[0], **theirs} if states[0].get(key) != theirs.get(key))
-            if odd:
-                raise CheckpointError(
-                    f"process {index} does not hold the state of process 0: {', '.join(odd)}",
-                    where="checkpoint_backend: distributed",
-                    hint=ONE_STATE,
-                )
-
-    def give_up(self) -> None:
-        """To be called instead of `save` if that cannot run here: the others must not wait for it."""
-        _exchange(self._channel, GAVE_UP)
-
-    def save(self, store: CheckpointStore, step: int, take: Callable[[], Snapshot], commit: Commit) -> SaveResult:
-        """Write this process's part; on process 0 commit the whole as well.
+    def save(self, take: Callable[[], Snapshot]) -> SaveResult:
+        """Write this process's part; on process 0 commit the whole as well. A collective.
 
         Args:
-            store: the store of the same folder on every process; only process 0 acquires its lease.
             take: the files of this process, ready to be written.
-            commit: saves them in the store, beside those of the others; called on process 0 only.
 
         Returns:
             what became of the checkpoint, the same on every process.
@@ -212,48 +191,49 @@ class PartWriter:
             part = take()
             records = {name: image.record() for name, image in part.files.items()}
             described = {name: asdict(record) for name, record in records.items()}
-            message = {"outline": outline(self._parts), "records": described}
+            message = {"outline": outline(self.parts), "records": described}
         finally:
-            received = _exchange(self._channel, message)
+            received = _exchange(self.channel, message)
         who = _who_gave_up(received)
         if who is not None:
-            return self._given_up(step, f"process {who} could not copy its part")
+            return self._given_up(f"process {who} could not copy its part")
         if len({each["outline"] for each in received}) > 1:
-            return self._given_up(step, "the processes do not hold tensors of the same names and shapes")
-        if self._channel.index:
-            write = partial(_write, store, part.files, records)
-            return self._follow(step, write)
-        return self._lead(step, _Followers(self._channel, store.directory, received), partial(commit, part))
+            return self._given_up("the processes do not hold tensors of the same names and shapes")
+        store = self.request.store
+        if self.channel.index:
+            return self._follow(partial(_write, store, part.files, records))
+        return self._lead(_Followers(self.channel, store.directory, received), part)
 
-    def _given_up(self, step: int, why: str) -> SaveResult:
+    def _given_up(self, why: str) -> SaveResult:
         """Process 0 raises, the others return a result: one error is enough for the reader of the log."""
-        if self._channel.index == 0:
+        step = self.request.step
+        if self.channel.index == 0:
             raise CheckpointError(f"checkpoint_step_{step} is dropped: {why}", hint="see what that process says")
         return SaveResult(step, False, why)
 
-    def _lead(self, step: int, followers: _Followers, commit: Callable[[OtherWriters], SaveResult]) -> SaveResult:
+    def _lead(self, followers: _Followers, part: Snapshot) -> SaveResult:
         try:
-            result = commit(followers)
+            result = self.request.commit(part, followers)
         except PeerLost:
             raise
         except BaseException as error:
-            followers.dismiss(SaveResult(step, False, f"process 0 could not commit it: {error}"))
+            followers.dismiss(SaveResult(self.request.step, False, f"process 0 could not commit it: {error}"))
             raise
         followers.dismiss(result)
         return result
 
-    def _follow(self, step: int, write: Callable[[Path], Message]) -> SaveResult:
-        order = _exchange(self._channel, {})[0]
+    def _follow(self, write: Callable[[Path], Message]) -> SaveResult:
+        order = _exchange(self.channel, {})[0]
         if "draft" in order:
             message = GAVE_UP
             try:
                 message = write(Path(order["draft"]))
             finally:
-                received = _exchange(self._channel, message)
+                received = _exchange(self.channel, message)
             who = _who_gave_up(received)
             if who is not None:
-                return self._given_up(step, f"process {who} could not write its part")
-            order = _exchange(self._channel, {})[0]
+                return self._given_up(f"process {who} could not write its part")
+            order = _exchange(self.channel, {})[0]
         return SaveResult(**order["result"])
 
 
@@ -308,19 +288,28 @@ def _who_gave_up(received: Sequence[Message]) -> int | None:
 
 
 class Backend:
-    """The tensors of a state that all processes hold are dealt out, and each process writes its part."""
+    """The tensors of a state that all processes hold are dealt out, and each process writes its part.
+
+    The first state is compared between the processes, bit by bit. Later ones are not: their names and shapes are, when
+    they are written.
+    """
 
     all_write = True
 
     def __init__(self, _: ProcessGroup) -> None:  # the writers communicate on a channel of their own
-        self._writer: PartWriter | None = None
+        self._channel: SideChannel | None = None
+        self._is_compared = False
 
     def connect(self, *, asynchronous: bool) -> None:
         del asynchronous  # the writers communicate in every save
-        self._writer = self._writer or PartWriter()
+        self._channel = self._channel or SideChannel()
 
     def prepare(self, request: SaveRequest) -> SaveTask:
-        writer = self._writer
-        assert writer is not None, "connect comes first"
-        entries, save = writer.share(request.entries), partial(writer.save, request.store, request.step)
-        return SaveTask(entries, lambda take: save(take, request.commit), writer.give_up)
+        channel = self._channel
+        assert channel is not None, "connect comes first"
+        parts = deal(request.entries, channel.count)
+        if channel.count > 1 and not self._is_compared:
+            _require_one_state(channel, request.entries)
+            self._is_compared = True
+        joint = _JointSave(channel, request, parts)
+        return SaveTask(parts[channel.index], joint.save, lambda: _exchange(channel, GAVE_UP))
