@@ -155,5 +155,5 @@ def _take_requests(trainer: Trainer, attempt: Attempt) -> list[CrowdChange]:
     attempt.requests_wait = None
     for request in decided:
         if request.refused is not None:
-            logger.warning(f"crowd     the request to stop agent{request.agent}: {request.refused}")
+            logger.warning(f"crowd     a request is refused: {request.refused}")
     return [request.change for request in decided if request.refused is None]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from ci_llm.config import Config
 from ci_llm.core.evaluation_file import Best
 from ci_llm.core.run_folder import CROWD_CHANGES
 from ci_llm.core.typed_json import dump_json, load_json
+from ci_llm.run import crowd_changes
 from ci_llm.run.start.agent_settings import config_of, crowd_settings
 from ci_llm.run.step.requests import FOLDER, ask, decide, forget_after, is_waiting, read_record, read_waiting
 from ci_llm.run.step.state import AgentRecovery, AgentState, CrowdChange, TrainState, Validation
@@ -62,7 +65,7 @@ def test_a_request_that_cannot_be_met_is_refused_with_the_reason() -> None:
     three = state_of().with_planned([CrowdChange(2, 0)])
     assert three.objection(CrowdChange(3, 1)) is None
     assert three.objection(CrowdChange(1, 1)) == (
-        "an earlier attempt was asked for changes, the last after step 2: ask again then"
+        "agent1 stays: an earlier attempt was asked for changes, the last after step 2: ask again then"
     )
     four = state_of()
     assert four.objection(CrowdChange(2, 1), dropped={0, 2, 3}) == "agent1 is the only agent that trains"
@@ -112,7 +115,7 @@ def test_a_request_is_decided_once_and_stays_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("{", "no request"),
+        ("{", "holds no request"),
         ("[1]", "no request"),
         ('{"stop": true}', "is not the number"),
         ('{"clone": 1}', "no request"),
@@ -124,5 +127,19 @@ def test_a_file_that_is_not_a_request_is_refused(tmp_path: Path, content: str, s
     (found,) = read_waiting(tmp_path)
     assert found.refused is not None
     assert says in found.refused
+    assert "odd.json" in found.refused
     decide(tmp_path, [found])
     assert not is_waiting(tmp_path)
+
+
+def test_a_refusal_names_an_agent_only_if_one_was_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "odd.json").write_text("{")
+    ask(tmp_path, 7)
+    trainer: Any = SimpleNamespace(state=state_of(), nonfinite=SimpleNamespace(dropped=lambda _: ()))
+    attempt: Any = SimpleNamespace(config=SimpleNamespace(run_folder=tmp_path), requests_wait=None)
+    assert crowd_changes._take_requests(trainer, attempt) == []
+    (of_agent,) = [line for line in caplog.messages if "there is no agent7" in line]
+    (of_file,) = [line for line in caplog.messages if line != of_agent]
+    assert "odd.json" in of_file
+    assert "agent0" not in of_file, "nobody has asked for it"

@@ -133,4 +133,4 @@ def _read(path: Path) -> CrowdRequest:
             raise ValueError("stop is not the number of an agent")
         return CrowdRequest(path.stem, 0, agent)
     except (OSError, KeyError, TypeError, ValueError) as error:
-        return CrowdRequest(path.stem, 0, 0, refused=f"no request: {error}")
+        return CrowdRequest(path.stem, 0, 0, refused=f"{path.name} holds no request: {error}")

@@ -332,7 +332,8 @@ class TrainState:
             dropped: numbers of the agents that take no steps any more.
         """
         if later := [each.step for each in self.history.planned if each.step > change.step]:
-            return f"an earlier attempt was asked for changes, the last after step {max(later)}: ask again then"
+            asked = f"an earlier attempt was asked for changes, the last after step {max(later)}"
+            return f"agent{change.agent} stays: {asked}: ask again then"
         if change.agent not in self.numbers:
             return f"there is no agent{change.agent}: there are {', '.join(self.names)}"
         if {*self.numbers} <= {change.agent, *dropped}:
