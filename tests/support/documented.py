@@ -108,6 +108,8 @@ def short_run(words: list[str]) -> list[str]:
         return [*words, "num_workers=0"]
     given = {word.partition("=")[0] for word in words}
     added = {key: value for key, value in SHORT.items() if key not in given}
+    if "init_from" in given:
+        added.pop("lora_rank", None)  # it follows the adapters
     if "--config" in words or any("=[" in word for word in words):  # these say themselves who and how long
         added = {
             key: value for key, value in added.items() if key not in ("max_train_steps", "num_agents", "lora_rank")
