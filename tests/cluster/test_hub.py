@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ci_llm.core.remote import OFFLINE, may_be_on_hub, offline_note, why_unreachable
+from tests.support.asking_http import JsonHandler, answering
 from tests.support.children import DEADLINE_S, PYTHONPATH, ROOT
-from tests.support.http import JsonHandler, answering
 from tools.testbed.forkserver import free_port
 
 

@@ -14,7 +14,7 @@ from ci_llm.errors import BadInput, CiLlmError, ModelError
 from ci_llm.serve import Options
 from ci_llm.serve.remote import of_engine
 from tests.serve.listening import Listening, chat
-from tests.support.http import JsonHandler, answering
+from tests.support.asking_http import JsonHandler, answering
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from tests.support.http import JsonHandler, answering
+from tests.support.asking_http import JsonHandler, answering
 
 
 class WandbServer:
