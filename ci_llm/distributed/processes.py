@@ -266,16 +266,12 @@ class Processes:
 
     def gather_object(self, value: T) -> list[T]:
         """The values of all processes, by index, on every process. A collective; not for the inner loop."""
-        if self.num_processes == 1:
-            return [value]
         with peer_errors():
             gathered: list[T] = gather_object([value])
         return gathered
 
     def broadcast_object(self, value: T) -> T:
         """The main process's value, on every process. A collective."""
-        if self.num_processes == 1:
-            return value
         with peer_errors():
             values: list[T] = broadcast_object_list([value])
         return values[0]

@@ -142,7 +142,8 @@ class Head:
         writer: the last one that claimed the mirror; it alone commits.
         attempt: the number of the run's attempt that writes.
         line: the steps that the run may resume from, the newest first.
-        aside: steps that are kept, and from which no run resumes: newer than one that it went back to, or damaged.
+        aside: steps that are kept, and from which no run resumes: newer than one that it went back to, or
+            damaged and not sent again.
         files: the other files of the run, by path: logs, metrics, evaluation.
     """
 

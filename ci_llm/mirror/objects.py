@@ -132,13 +132,7 @@ def open_objects(url: str, where: str = "mirror") -> Objects:
         what, hint = problem
         raise ConfigError(what, where=where, hint=hint)
     url = url.rstrip("/")
-    if urlsplit(url).scheme == "file":
-        return FolderObjects(url)
-    try:
-        import obstore  # noqa: F401
-    except ImportError as error:
-        raise BadInput("a mirror needs the package obstore", where=f"{where}: {url}", hint=EXTRA) from error
-    return RemoteObjects(url, where)
+    return FolderObjects(url) if urlsplit(url).scheme == "file" else RemoteObjects(url, where)
 
 
 _memory: dict[str, Any] = {}
@@ -185,9 +179,11 @@ class RemoteObjects(_Store):
     """Objects of S3, Google Cloud Storage, Azure or memory, through obstore."""
 
     def __init__(self, url: str, where: str) -> None:
-        import obstore
-        from obstore.exceptions import BaseError
-
+        try:
+            import obstore
+            from obstore.exceptions import BaseError
+        except ImportError as error:
+            raise BadInput("a mirror needs the package obstore", where=f"{where}: {url}", hint=EXTRA) from error
         self.url = url
         self._api, self._failures = obstore, (BaseError, OSError)
         try:

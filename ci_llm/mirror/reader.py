@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -73,10 +74,8 @@ class MirrorReader:
     def _copy(self) -> Head:
         keys = sorted(key for key, _ in self.objects.list("") if COPY.fullmatch(key))
         for key in keys[-1:] * TRIES:  # never the copy of an earlier writer: what it says was true once
-            try:
+            with contextlib.suppress(*NOT_DUMPED, Missing):
                 return Head.parse(self.objects.get(key))
-            except (*NOT_DUMPED, Missing):
-                continue
         hint = "keep what is there, and give the run another prefix"
         raise CheckpointError("the head of this mirror and its copy are damaged", where=self.url, hint=hint)
 
@@ -90,13 +89,11 @@ class MirrorReader:
         """An object, verified. Raises DamagedCheckpoint: missing, or other bytes."""
         what = "is missing"
         for _ in range(TRIES):
-            try:
+            with contextlib.suppress(Missing):
                 data = b"".join(self.pieces(key, size))
-            except Missing:
-                continue
-            if digest([data]) == known:
-                return data
-            what = "has another digest"
+                if digest([data]) == known:
+                    return data
+                what = "has another digest"
         raise DamagedCheckpoint(f"{key.split('/', 2)[2]} {what}", where=self.url)
 
     def manifest(self, entry: Entry) -> Manifest:
@@ -141,13 +138,8 @@ class MirrorReader:
 
     def damage(self, head: Head) -> dict[str, str]:
         """Read every byte of the line: what is wrong with it, by place. Raises MirrorUnreachable."""
-        found: dict[str, str] = {}
-        for entry in head.line:
-            try:
-                self.open(entry)
-            except DamagedCheckpoint as error:
-                found[entry.place] = error.what
-        return found
+        listed = list_mirror(self, replace(head, aside=()))
+        return {entry.place: each.damage for entry, each in zip(head.line, listed, strict=True) if each.damage}
 
     def entry(self, head: Head, name: str) -> Entry:
         """The entry of a step by its name. Raises CheckpointError: the mirror holds no such step."""

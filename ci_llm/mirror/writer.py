@@ -217,9 +217,8 @@ class MirrorWriter:
             for name, file in self.head.files.items()
             if self._is_there(f"{file.place}/{name}", file.size, digest_of(file.place), listed)
         }
-        gone = self.head.places - replace(self.head, files=files).places | {entry.place for entry in lost}
-        self._there = {key for key in self._there if not key.startswith(tuple(gone))}
         self.head = replace(self.head, files=files)
+        self._there.clear()  # what is sent again may have been sent by this writer
         return lost
 
     def _is_whole(self, entry: Entry, listed: Mapping[str, int]) -> bool:
