@@ -282,7 +282,7 @@ CAPS = {
     "base": 905,
     "checkpoints": 2340,
     "cli": 1621,
-    "cluster": 705,
+    "cluster": 708,
     "config": 2056,
     "core": 1481,
     "crowd": 4399,
@@ -299,7 +299,7 @@ CAPS = {
     "objectives": 535,
     "report": 993,
     "run": 4922,
-    "serve": 1336,
+    "serve": 1338,
     "supervisor": 1617,
     "sweep": 810,
 }

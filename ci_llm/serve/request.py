@@ -49,6 +49,8 @@ REFUSED: Final[dict[str, tuple[Any, ...]]] = {
     "suffix": ("",),
     "best_of": (1,),
 }
+#: Fields that there were, and what to use instead.
+_REMOVED: Final = {"ci_llm.agents_per_prompt": "; all agents answer, and a single one as the model agent0"}
 MOST_STOPS: Final = 4
 
 #: pydantic's types of errors with OpenAI's codes; other types are errors of a value.
@@ -256,7 +258,8 @@ def _problem(error: ValidationError) -> ApiProblem:
     kind, place = str(first["type"]), [part for part in first["loc"] if part not in _BRANCHES]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
     if kind == "extra_forbidden":
-        return ApiProblem(400, f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")
+        told = f"Unrecognized request argument supplied: {param}{_REMOVED.get(param, '')}"
+        return ApiProblem(400, told, param, "unknown_parameter")
     code = _CODES.get(kind) or ("invalid_type" if kind.endswith("_type") else "invalid_value")
     return bad(param, first["msg"], code)
 

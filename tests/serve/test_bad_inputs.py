@@ -77,6 +77,9 @@ CHATS: dict[str, tuple[Any, int, str | None, str | None]] = {
     "logit_bias": (chat(logit_bias={"5": 1}), 400, "unsupported_parameter", "logit_bias"),
     "a typo": (chat(agents_per_promt=2), 400, "unknown_parameter", "agents_per_promt"),
     "a typo of ours": (chat(ci_llm={"agregator": "x"}), 400, "unknown_parameter", "ci_llm.agregator"),
+    "a field that left": (
+        chat(ci_llm={"agents_per_prompt": 2}), 400, "unknown_parameter", "ci_llm.agents_per_prompt",
+    ),
     "unknown aggregator": (chat(ci_llm={"aggregator": "x"}), 400, "invalid_value", "ci_llm.aggregator"),
     "a vote that draws": (
         chat(temperature=1, ci_llm={"aggregator": "majority"}), 400, "invalid_value", "ci_llm.aggregator",
