@@ -89,4 +89,4 @@ def test_the_key_is_that_of_the_flag_else_of_the_file_else_of_the_environment(
 @pytest.mark.slow
 def test_a_base_alone_is_served(started: list[Any]) -> None:
     assert main(["serve", "embedded"]) == 0
-    assert started[0].models == "crowd, base"
+    assert list(started[0].served.models) == ["crowd", "base"]
