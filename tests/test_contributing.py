@@ -61,20 +61,6 @@ chosen = aggregate(torch.tensor([[0.6, 0.4], [0.1, 0.9]]).log(), Decoding(aggreg
 torch.testing.assert_close(chosen.exp(), torch.tensor([0.1, 0.9]))
 """,
     ),
-    "aggregators/unanimous.py": (
-        """
-from ci_llm.config import load_config
-name = load_config(None, ["aggregator=unanimous"]).aggregator
-""",
-        """
-from ci_llm import Crowd, LoraSettings, Prompter, load_base
-loaded = load_base("embedded")
-crowd = Crowd(loaded.model, LoraSettings(num_agents=2), loaded.name, loaded.tokenizer.pad_token_id)
-crowd.prompter = Prompter(loaded.tokenizer)
-[answer] = crowd.generate("Ann has 7 pens. Ann buys 5 more. How many pens are left?", aggregator=name, details=True)
-assert answer.answer == answer.agents[0] and answer.agreement == 1, "untrained agents are all the base"
-""",
-    ),
     "metrics/first_line.py": (
         """
 from ci_llm.crowd.metrics import METRICS, answer_reader
@@ -95,23 +81,6 @@ kind.log(SimpleNamespace(log=lambda numbers, step: sent.append((step, numbers)))
 assert sent == [(3, {"loss": 1.0})]
 """,
         "",
-    ),
-    "backends/noted.py": (
-        """
-from ci_llm.config import load_config
-name = load_config(None, ["checkpoint_backend=noted"]).checkpoint_backend
-""",
-        """
-import io, logging, tempfile, torch
-from ci_llm import CheckpointManager
-told = io.StringIO()
-logging.basicConfig(level=logging.INFO, stream=told)
-with tempfile.TemporaryDirectory() as folder, CheckpointManager(folder, checkpoint_backend=name) as manager:
-    assert manager.save(0, {"w": torch.ones(3)})
-    manager.wait_until_finished()
-    assert torch.equal(manager.restore(0)["w"], torch.ones(3))
-assert "step 0: 1 keys are saved" in told.getvalue()
-""",
     ),
     "formats/sqlite.py": (
         "",
