@@ -63,8 +63,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stage(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, as the current folder."""
+    """A copy of it, as the current folder, with an adapter as another trainer leaves one."""
     shutil.copytree(finished, tmp_path / "stage", symlinks=True)
+    shutil.copytree(tmp_path / "stage/ci_llm_output/final_checkpoint/agent0", tmp_path / "stage/trl_output")
     monkeypatch.chdir(tmp_path / "stage")
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     return tmp_path / "stage"
