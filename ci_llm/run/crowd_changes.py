@@ -136,11 +136,10 @@ def _adapters_of(leaving: Collection[str], crowd: Crowd) -> Iterator[tuple[str, 
 def _take_requests(trainer: Trainer, attempt: Attempt) -> list[CrowdChange]:
     """On the main process: decide about the requests in the run's folder. They wait while the disk takes no record."""
     folder, decided, state = attempt.config.run_folder, [], trainer.state
-    dropped = {state.agents[place].number for place in trainer.nonfinite.dropped(state)}
     for waiting in read_waiting(folder):
         request = replace(waiting, step=state.step)
         if request.refused is None:
-            request = replace(request, refused=state.objection(request.change, dropped))
+            request = replace(request, refused=state.objection(request.change))
         if request.refused is None:
             state = state.with_planned([request.change]).after_changes()
         decided.append(request)

@@ -322,7 +322,7 @@ def _evaluation(
         best_agent=best_agent(scores, answers, judged_by) if has_best else None,
         sets=tuple(scores_of_sets(scores, rows)),
         of_rows=parts_of_rows(scores, answers) if config.trial_steps else None,  # a sweep compares them
-        dropped=tuple(trainer.nonfinite.dropped(state)),
+        dropped=state.dropped,
         ending=Ending(
             last_step=state.step,
             agent_steps=state.agent_steps,

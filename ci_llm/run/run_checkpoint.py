@@ -21,7 +21,7 @@ from ci_llm.crowd.importing import fingerprint_of_start
 from ci_llm.data.agent_rows import fingerprint_of
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
-from ci_llm.run.step.last_good import LastGood
+from ci_llm.run.step.nonfinite import LastGood
 from ci_llm.run.step.state import TrainState
 
 STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd

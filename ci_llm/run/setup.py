@@ -34,12 +34,11 @@ from ci_llm.run.run_checkpoint import RunCheckpoint
 from ci_llm.run.start import agent_settings, loading
 from ci_llm.run.start.cost_model import settle
 from ci_llm.run.step.evaluator import Evaluator
-from ci_llm.run.step.last_good import LastGood
-from ci_llm.run.step.nonfinite import NonFiniteResponse
+from ci_llm.run.step.nonfinite import LastGood, NonFiniteResponse
 from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.rollout import Rollouts
 from ci_llm.run.step.rounds import Heartbeat, StopVote
-from ci_llm.run.step.state import Bounds, TrainState, Validation
+from ci_llm.run.step.state import TrainState, Validation
 from ci_llm.run.step.step_metrics import Learning, StepMetrics
 from ci_llm.run.trainer import Prepared, Trainer
 
@@ -173,7 +172,7 @@ def assemble(
         state=state,
         total_steps=steps,
         nonfinite=NonFiniteResponse(
-            Bounds(), last_good, config.run_folder, holds_lease, drops_agents=config.trial_steps is not None
+            last_good, config.run_folder, holds_lease, drops_agents=config.trial_steps is not None
         ),
         memory=memory,
         evaluator=Evaluator(config, crowd, eval_rows, objective, judged, vote, memory),

@@ -23,7 +23,7 @@ from ci_llm.embedded import BASE_FOLDER
 from ci_llm.run.run_checkpoint import RunCheckpoint
 from ci_llm.run.setup import set_determinism
 from ci_llm.run.start.resume import Resume
-from ci_llm.run.step.last_good import placed
+from ci_llm.run.step.nonfinite import placed
 from ci_llm.run.step.state import TrainState
 from tests.support.small_run import WORDS
 

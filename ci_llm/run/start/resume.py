@@ -29,7 +29,7 @@ from ci_llm.crowd.given_path import META, require_checkpoint, require_run
 from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
 from ci_llm.mirror.filling import local_copy
 from ci_llm.run.run_checkpoint import STOPPED, RunCheckpoint, in_episode
-from ci_llm.run.step.last_good import placed
+from ci_llm.run.step.nonfinite import placed
 from ci_llm.run.step.state import TrainState
 
 #: Keys whose effect `RunCheckpoint.surroundings` records, such as that of `batch_size`; the effect is compared.
