@@ -76,8 +76,6 @@ def keep_agents(trainer: Trainer, state: TrainState, kept: Sequence[int]) -> Non
     trainer.learning.keep_agents(kept)
     trainer.objective = objective_of(trainer.present_config, crowd)
     trainer.evaluator.objective, trainer.evaluator.rows = trainer.objective, trainer.evaluator.rows.of_agents(kept)
-    places = trainer.prepared.places
-    trainer.prepared = replace(trainer.prepared, places=[places[place] for place in kept] if places else ())
 
 
 def return_to(trainer: Trainer, saved: TrainState) -> None:

@@ -3,11 +3,10 @@
 `setup.py` builds the `Trainer`, and `job.py` hands it to `train` with the `Attempt` and the batches of `steps`.
 Every step goes the same way, on all processes alike:
 
-1. An objective of pairs or rated rows learns what it has to know of the whole step (whole_step.py); agents that
-   learn by rewards draw their completions (step/rollout.py).
-2. Each process runs its micro-batches through the frozen base, forward and backward (step/gradients.py). A micro-batch
-   takes one pass for all agents, or with `pass_per_agent` one pass for each, which gives an agent the bits that it has
-   alone.
+1. Agents that learn by rewards draw their completions (step/rollout.py).
+2. Each process runs its micro-batches through the frozen base, forward and backward (gradients.py). A micro-batch takes
+   one pass for all agents, or with `pass_per_agent` one pass for each, which gives an agent the bits that it has alone.
+   Before, an objective of pairs or rated rows learns what it has to know of the whole step.
 3. `agree_on_gradients`: ONE ballot. It adds up losses and targets, and tells all processes which agents are not finite,
    whether memory ran out, and whether somebody wants to stop, to save or to change the crowd (agreement.py).
 4. `apply_gradients`: one all-reduce of the flat gradient, or one for each agent. Each agent's part becomes a mean over
@@ -21,7 +20,6 @@ Legend: K agents.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, islice
 from typing import TypeAlias
 
@@ -92,11 +90,11 @@ def steps(trainer: Trainer) -> Batches:
         trainer.prepare(loader)
         batches = iter(accelerator.skip_first_batches(trainer.prepared.loader, sampler.before(step)))
         batches = chain([*islice(batches, 1)] if workers else [], batches)  # starts them, before the run has threads
-    trainer.prepared = replace(trainer.prepared, places=range(trainer.crowd.num_agents))
+    numbers = trainer.state.numbers  # of the agents in these batches
 
     def of_step(step: int) -> tuple[int, list[MicroBatch]]:
         dealt = [batch for batch in islice(batches, sampler.micro_steps(step)) if batch]
-        return step, of_agents(dealt, trainer.prepared.places)
+        return step, of_agents(dealt, [numbers.index(number) for number in trainer.state.numbers])
 
     # One at a time, when it is asked for: the crowd may change between two steps.
     return map(of_step, range(step, trainer.total_steps))

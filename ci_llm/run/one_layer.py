@@ -28,6 +28,7 @@ from ci_llm.core import determinism
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.core.numerics import FAST, PLAIN, names, names_of_all
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.objective import NextToken
 from ci_llm.data.agent_rows import sampled
 from ci_llm.data.batches import MicroBatch, Owned, pack
 from ci_llm.data.encoder import Example
@@ -35,6 +36,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.passes import describe_error, distance, tolerance
 from ci_llm.lora.reading import compute_dtype
+from ci_llm.run import gradients
 from ci_llm.run.trainer import Trainer
 
 T = TypeVar("T")
@@ -74,7 +76,8 @@ def choose_kernels(trainer: Trainer) -> list[str]:
 
 def train_of(trainer: Trainer) -> Train:
     """Forward and backward as the run does it, and nothing that depends on the step."""
-    return partial(trainer.passes.of_fixed_rows().compute_gradients, NOT_A_STEP)
+    objective = trainer.objective if isinstance(trainer.objective, NextToken) else NextToken()  # the rows are single
+    return lambda batches: gradients.compute_gradients(trainer, NOT_A_STEP, batches, objective, None)
 
 
 def lengths_of(trainer: Trainer) -> list[int]:

@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from accelerate import Accelerator
 from accelerate.utils import model_has_dtensor
 from torch import nn
-from torch.optim import Optimizer
 
 from ci_llm.agents.agent import Agent, courses_of
 from ci_llm.config import Config
@@ -24,7 +21,6 @@ from ci_llm.distributed.processes import Processes, peer_errors
 from ci_llm.run.run_checkpoint import RunCheckpoint
 from ci_llm.run.start.agent_settings import config_of
 from ci_llm.run.step.evaluator import Evaluator
-from ci_llm.run.step.gradients import TrainingPasses
 from ci_llm.run.step.nonfinite import NonFiniteResponse
 from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.rollout import Rollouts
@@ -41,38 +37,11 @@ class Prepared:
         model: the crowd; on several processes a DistributedDataParallel around it.
         optimizer: moves the agents.
         loader: the micro-batches of this process.
-        places: for each agent its place in these micro-batches.
     """
 
     model: nn.Module
     optimizer: Any
     loader: Any = None
-    places: Sequence[int] = ()
-
-
-def prepared(
-    before: Prepared, accelerator: Accelerator, crowd: nn.Module, optimizer: Optimizer, loader: Any
-) -> Prepared:
-    """What Accelerate makes of crowd, optimizer and loader: again after each change of the crowd. A collective.
-
-    On several processes DistributedDataParallel wraps the crowd, without the frozen base, which each has loaded. Where
-    each process holds a part of the base the crowd stays as it is: its gradients are reduced in the same way.
-
-    Args:
-        before: what was prepared last, which the accelerator forgets.
-    """
-    accelerator.unwrap_model(before.model, keep_fp32_wrapper=False)
-    accelerator.free_memory()
-    tensors = *crowd.named_parameters(), *crowd.named_buffers()
-    ignored: Any = [name for name, tensor in tensors if not tensor.requires_grad]
-    crowd._ddp_params_and_buffers_to_ignore = ignored
-    with peer_errors():
-        if model_has_dtensor(crowd):  # DDP refuses a base that is spread over the processes
-            model = accelerator.prepare_model(crowd, evaluation_mode=True)
-            optimizer, loader = accelerator.prepare(optimizer, loader)
-        else:
-            model, optimizer, loader = accelerator.prepare(crowd, optimizer, loader)
-    return Prepared(model, optimizer, loader, before.places)
 
 
 @dataclass
@@ -123,24 +92,24 @@ class Trainer:
         """Rows per process and micro-step: as configured, or fewer where memory or the supervisor asks for it."""
         return self.state.recovery.limit(self.config.batch_size)
 
-    @property
-    def passes(self) -> TrainingPasses:
-        """The passes of a step, forward and backward."""
-        accelerator, scale = self.processes.accelerator, self.state.loss_scale
-        return TrainingPasses(
-            accelerator,
-            self.prepared.model,
-            self.crowd,
-            self.objective,
-            self.config.seed,
-            scale,
-            self.heartbeat.tick,
-        )
-
     def prepare(self, loader: Any) -> None:
-        """Let Accelerate prepare the crowd, its optimizer and the loader. A collective."""
-        accelerator, optimizer = self.processes.accelerator, self.checkpoint.optimizer
-        self.prepared = prepared(self.prepared, accelerator, self.crowd, optimizer, loader)
+        """Let Accelerate prepare crowd, optimizer and loader: again after each change of the crowd. A collective.
+
+        On several processes DistributedDataParallel wraps the crowd, without the frozen base, which each has loaded.
+        Where each process holds a part of the base the crowd stays as it is: its gradients are reduced in the same way.
+        """
+        accelerator, crowd, optimizer = self.processes.accelerator, self.crowd, self.checkpoint.optimizer
+        accelerator.unwrap_model(self.prepared.model, keep_fp32_wrapper=False)
+        accelerator.free_memory()  # of what was prepared before
+        tensors = *crowd.named_parameters(), *crowd.named_buffers()
+        ignored: Any = [name for name, tensor in tensors if not tensor.requires_grad]
+        crowd._ddp_params_and_buffers_to_ignore = ignored
+        with peer_errors():
+            if model_has_dtensor(crowd):  # DDP refuses a base that is spread over the processes
+                model = accelerator.prepare_model(crowd, evaluation_mode=True)
+                self.prepared = Prepared(model, *accelerator.prepare(optimizer, loader))
+            else:
+                self.prepared = Prepared(*accelerator.prepare(crowd, optimizer, loader))
 
     def rate_of(self, agent: Agent, step: int) -> float:
         """The learning rate of an agent at a 0-based step: that of its schedule, less what faults have cut."""

@@ -33,11 +33,10 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.model import CrowdOutput
 from ci_llm.data import batches, loader
 from ci_llm.lora import kernels, products
-from ci_llm.run import attempt, loop
+from ci_llm.run import attempt, gradients, loop
 from ci_llm.run.end import result
 from ci_llm.run.end import watchdog as hang_watch
 from ci_llm.run.end.watchdog import SilenceTimer
-from ci_llm.run.step import gradients
 from tools.testbed.events import DEADLINE_S, new_rows, wait_until, wait_until_committed
 from tools.testbed.forkserver import ForkServer
 
@@ -145,7 +144,7 @@ def short_memory(fault: Fault) -> None:
     # Blocks of more than 128 KiB go back to the kernel when they are freed. By default glibc keeps some of them, which
     # can be taken again without asking the kernel; how many depends on the threads of the process.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10) == 1
-    wrap(gradients.TrainingPasses, "compute_gradients", strike)
+    wrap(gradients, "compute_gradients", strike)
     wrap(loop, "save", lift)  # of the last step: its threads want memory for their stacks
 
 
@@ -244,7 +243,7 @@ def terminated_after_another(fault: Fault) -> None:
             wait_until("another process has failed", lambda: any(Path("run/attempts").glob("*/process_*.json")))
             os.kill(os.getpid(), signal.SIGTERM)
 
-    wrap(gradients.TrainingPasses, "compute_gradients", strike)
+    wrap(gradients, "compute_gradients", strike)
 
 
 def bug(fault: Fault) -> None:
@@ -268,7 +267,7 @@ def hang(fault: Fault) -> None:
         if Now.strikes(fault):
             threading.Event().wait()
 
-    wrap(gradients.TrainingPasses, "compute_gradients", wait_for_nothing)
+    wrap(gradients, "compute_gradients", wait_for_nothing)
 
 
 def note_votes() -> None:
@@ -323,7 +322,7 @@ def kill(fault: Fault) -> None:
                 wait_until_committed(Path("run"), fault.committed)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    wrap(gradients.TrainingPasses, "compute_gradients", strike)
+    wrap(gradients, "compute_gradients", strike)
 
 
 def no_report(fault: Fault) -> None:
@@ -343,7 +342,7 @@ def terminate(fault: Fault) -> None:
         if Now.strikes(fault):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    wrap(gradients.TrainingPasses, "compute_gradients", strike)
+    wrap(gradients, "compute_gradients", strike)
 
 
 KINDS: dict[str, Callable[[Fault], None]] = {
@@ -385,7 +384,7 @@ def watch_once_it_hangs() -> None:
 def arm(faults: Sequence[Fault]) -> None:
     """Let these faults strike in this process, and note what it trains on."""
 
-    def note(_passes: object, step: int, *_: object) -> None:
+    def note(_trainer: object, step: int, *_: object) -> None:
         Now.step, Now.rows = step, []
 
     def note_rows(_crowd: Crowd, rows: batches.MicroBatch) -> None:
@@ -404,7 +403,7 @@ def arm(faults: Sequence[Fault]) -> None:
     for fault in faults:
         if fault.process in (None, own_index()):
             KINDS[fault.kind](fault)
-    wrap(gradients.TrainingPasses, "compute_gradients", note)  # last, so that it comes first
+    wrap(gradients, "compute_gradients", note)  # last, so that it comes first
 
 
 def train_with_faults(
