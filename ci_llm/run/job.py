@@ -33,7 +33,7 @@ from ci_llm.run.end.watchdog import Stacks, Watchdog
 from ci_llm.run.evaluation import conclude, known_conclusion, note_evaluation
 from ci_llm.run.loop import steps, train
 from ci_llm.run.mirroring import require_store
-from ci_llm.run.one_layer import choose_kernels, record_bits
+from ci_llm.run.one_layer import choose_kernels, choose_threads, record_bits
 from ci_llm.run.reporting import call_event, describe_stop, keys_to_go_on, outlook, position
 from ci_llm.run.saving import contents_of
 from ci_llm.run.setup import build, check_folder, require_no_sweep
@@ -43,7 +43,6 @@ from ci_llm.run.start.resume import Resume, Source
 from ci_llm.run.step.callbacks import Callbacks
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.step.step_metrics import Learning
-from ci_llm.run.thread_trial import choose_threads
 from ci_llm.run.trainer import Trainer
 
 logger = logging.getLogger(__name__)

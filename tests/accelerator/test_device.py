@@ -67,7 +67,7 @@ def test_only_sums_norms_and_comparisons_are_computed_in_fp64(simulated: Simulat
         "lora/passes.py:distance",
         "run/gradients.py:compute_gradients",
         "run/one_layer.py:_bytes",
-        "run/one_layer.py:_losses_and_gradients",
+        "run/one_layer.py:losses_and_gradients",
         "run/step/nonfinite.py:nonfinite_here",
         "run/step/step_metrics.py:add",
         "run/step/step_metrics.py:restart",
