@@ -30,7 +30,7 @@ from ci_llm.run.attempt import Attempt
 from ci_llm.run.evaluation import conclude
 from ci_llm.run.loop import Batches, steps, train
 from ci_llm.run.one_layer import record_bits
-from ci_llm.run.saving import contents_of
+from ci_llm.run.reporting import contents_of
 from ci_llm.run.setup import assemble, build_crowd, set_determinism
 from ci_llm.run.start.loading import open_base, training_rows
 from ci_llm.run.start.resume import Resume, Source, newest_source

@@ -18,7 +18,7 @@ from ci_llm.distributed.ballot import Ballot, StepSums, Verdict
 from ci_llm.run import gradients
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.one_layer import record_bits
-from ci_llm.run.saving import save_before_error
+from ci_llm.run.reporting import save_before_error
 from ci_llm.run.step.out_of_memory import in_parts
 from ci_llm.run.step.requests import is_waiting
 from ci_llm.run.step.rollout import Rollout

@@ -34,8 +34,7 @@ from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint, RewardFa
 from ci_llm.report.scores import rows_evaluated
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.end.result import final_card, score_table
-from ci_llm.run.reporting import call_event
-from ci_llm.run.saving import save_before_error
+from ci_llm.run.reporting import call_event, save_before_error
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.trainer import Trainer
 

@@ -34,8 +34,7 @@ from ci_llm.run.evaluation import conclude, known_conclusion, note_evaluation
 from ci_llm.run.loop import steps, train
 from ci_llm.run.mirroring import require_store
 from ci_llm.run.one_layer import choose_kernels, choose_threads, record_bits
-from ci_llm.run.reporting import call_event, describe_stop, keys_to_go_on, outlook, position
-from ci_llm.run.saving import contents_of
+from ci_llm.run.reporting import call_event, contents_of, describe_stop, keys_to_go_on, outlook, position
 from ci_llm.run.setup import build, check_folder, require_no_sweep
 from ci_llm.run.start import beginning
 from ci_llm.run.start.loading import Loaded

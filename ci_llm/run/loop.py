@@ -32,8 +32,7 @@ from ci_llm.run.agreement import agree_on_gradients
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.crowd_changes import change_crowd
 from ci_llm.run.evaluation import evaluate
-from ci_llm.run.reporting import call_event, report
-from ci_llm.run.saving import save
+from ci_llm.run.reporting import call_event, report, save
 from ci_llm.run.step.nonfinite import findings_of
 from ci_llm.run.trainer import Trainer
 

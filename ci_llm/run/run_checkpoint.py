@@ -1,4 +1,4 @@
-"""The checkpoint of a run: what each save collects (saving.py); start/resume.py restores the run from one."""
+"""The checkpoint of a run: what each save (reporting.py) collects; start/resume.py restores the run from one."""
 
 from __future__ import annotations
 

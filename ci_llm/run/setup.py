@@ -30,14 +30,14 @@ from ci_llm.distributed.precision import slow_bf16
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
 from ci_llm.run.attempt import Attempt
+from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.run_checkpoint import RunCheckpoint
 from ci_llm.run.start import agent_settings, loading
 from ci_llm.run.start.cost_model import settle
-from ci_llm.run.step.evaluator import Evaluator
+from ci_llm.run.step.evaluator import Evaluator, StopVote
 from ci_llm.run.step.nonfinite import LastGood, NonFiniteResponse
 from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.rollout import Rollouts
-from ci_llm.run.step.rounds import Heartbeat, StopVote
 from ci_llm.run.step.state import TrainState, Validation
 from ci_llm.run.step.step_metrics import Learning, StepMetrics
 from ci_llm.run.trainer import Prepared, Trainer
@@ -159,7 +159,7 @@ def assemble(
     last_good = LastGood(crowd.storage.rows, optimizer)
     memory = MemoryRelief(config, base, crowd, processes.num_processes)
     objective = agent_settings.objective_of(config, crowd)
-    vote = StopVote(processes, attempt.interrupts, heartbeat)
+    vote = StopVote(processes, attempt.interrupts, heartbeat.tick)
     files = tokenizer_files(base.tokenizer)
     checkpoint = RunCheckpoint(config, base, crowd, optimizer, rows, files, last_good, processes, config)
     return Trainer(

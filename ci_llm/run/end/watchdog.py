@@ -26,13 +26,38 @@ from ci_llm.errors import Hang
 from ci_llm.interrupts import STACKS_SIGNAL
 from ci_llm.logs.run_log import LOG_NAME
 from ci_llm.run.attempt import Attempt
-from ci_llm.run.step.rounds import Heartbeat
 
 #: The limit until a step was measured: as long as a collective waits for a machine that went silent.
 FIRST_S: Final = 1800.0
 #: The learned limit is this many times the longest silence so far that ended, and at least LEAST_S.
 TIMES: Final = 10.0
 LEAST_S: Final = 300.0
+
+
+class Heartbeat:
+    """Counts signs of life. Written by the main thread, read by any; costs nothing."""
+
+    def __init__(self) -> None:
+        self.ticks = 0
+        self._rests = 0
+
+    @property
+    def is_resting(self) -> bool:
+        """True while the limit on silence is suspended."""
+        return self._rests > 0
+
+    def tick(self) -> None:
+        self.ticks += 1
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Suspend the limit within the block: the run waits for a full disk, for instance."""
+        self._rests += 1
+        try:
+            yield
+        finally:
+            self._rests -= 1
+            self.ticks += 1
 
 
 class SilenceTimer:

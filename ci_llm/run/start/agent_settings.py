@@ -9,8 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from ci_llm import objectives
-from ci_llm.agents.agent import Agent, Training
-from ci_llm.agents.schedules import schedule
+from ci_llm.agents.agent import Agent, Training, schedule
 from ci_llm.config import Config
 from ci_llm.config.own_keys import NAME, OWN_KEYS
 from ci_llm.crowd.crowd import Crowd
