@@ -50,11 +50,11 @@ from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.processes import Processes
 from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.settings import LoraSettings
-from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.gradients import compute_gradients
 from ci_llm.run.loop import apply_gradients
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.trainer import Prepared, Trainer
+from ci_llm.run.watchdog import Heartbeat
 
 K, RANK, ALPHA = 4, 16, 32
 LEARNING_RATE, MAX_NORM = 1e-4, 1.0

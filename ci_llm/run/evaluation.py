@@ -33,8 +33,8 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint, RewardFailed
 from ci_llm.report.scores import rows_evaluated
 from ci_llm.run.attempt import Attempt
-from ci_llm.run.end.result import final_card, score_table
 from ci_llm.run.reporting import call_event, save_before_error
+from ci_llm.run.result import final_card, score_table
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.trainer import Trainer
 

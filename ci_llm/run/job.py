@@ -27,14 +27,13 @@ from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.trackers import require_installed
 from ci_llm.run.attempt import Attempt, end_at_once
 from ci_llm.run.crowd_changes import return_to
-from ci_llm.run.end.emergency_save import EmergencySave
-from ci_llm.run.end.result import Result, log_next_steps, push_result, write_page
-from ci_llm.run.end.watchdog import Stacks, Watchdog
+from ci_llm.run.emergency_save import EmergencySave
 from ci_llm.run.evaluation import conclude, known_conclusion, note_evaluation
 from ci_llm.run.loop import steps, train
 from ci_llm.run.mirroring import require_store
 from ci_llm.run.one_layer import choose_kernels, choose_threads, record_bits
 from ci_llm.run.reporting import call_event, contents_of, describe_stop, keys_to_go_on, outlook, position
+from ci_llm.run.result import Result, log_next_steps, push_result, write_page
 from ci_llm.run.setup import build, check_folder, require_no_sweep
 from ci_llm.run.start import beginning
 from ci_llm.run.start.loading import Loaded
@@ -43,6 +42,7 @@ from ci_llm.run.step.callbacks import Callbacks
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.step.step_metrics import Learning
 from ci_llm.run.trainer import Trainer
+from ci_llm.run.watchdog import Stacks, Watchdog
 
 logger = logging.getLogger(__name__)
 

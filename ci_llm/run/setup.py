@@ -30,7 +30,6 @@ from ci_llm.distributed.precision import slow_bf16
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import ConfigError
 from ci_llm.run.attempt import Attempt
-from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.run_checkpoint import RunCheckpoint
 from ci_llm.run.start import agent_settings, loading
 from ci_llm.run.start.cost_model import settle
@@ -41,6 +40,7 @@ from ci_llm.run.step.rollout import Rollouts
 from ci_llm.run.step.state import TrainState, Validation
 from ci_llm.run.step.step_metrics import Learning, StepMetrics
 from ci_llm.run.trainer import Prepared, Trainer
+from ci_llm.run.watchdog import Heartbeat
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import TrainedObjective
 from ci_llm.data.agent_rows import Courses
 from ci_llm.distributed.processes import Processes, peer_errors
-from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.run_checkpoint import RunCheckpoint
 from ci_llm.run.start.agent_settings import config_of
 from ci_llm.run.step.evaluator import Evaluator
@@ -27,6 +26,7 @@ from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.rollout import Rollouts
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.step.step_metrics import Learning, StepMetrics
+from ci_llm.run.watchdog import Heartbeat
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ci_llm.crowd import generation, scoring
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoder import Decoder, Request
 from ci_llm.run.attempt import Attempt
-from ci_llm.run.end.watchdog import FIRST_S, LEAST_S, TIMES, Heartbeat, SilenceTimer, Stacks, Watchdog
+from ci_llm.run.watchdog import FIRST_S, LEAST_S, TIMES, Heartbeat, SilenceTimer, Stacks, Watchdog
 from tests.support.faults import KEYS, Fault, fired, said, train, train_with_faults, wrap
 from tools.testbed.forkserver import ForkServer
 

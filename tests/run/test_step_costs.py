@@ -31,11 +31,11 @@ from ci_llm.data.batches import Batch
 from ci_llm.distributed.ballot import Verdict, decode, encode
 from ci_llm.distributed.processes import Processes
 from ci_llm.lora.settings import LoraSettings
-from ci_llm.run.end.watchdog import Heartbeat
 from ci_llm.run.gradients import compute_gradients
 from ci_llm.run.loop import apply_gradients
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.trainer import Prepared, Trainer
+from ci_llm.run.watchdog import Heartbeat
 from tools.testbed.tiny import base, batch
 
 #: Forward and backward of a layer of a Llama, with adapters on its seven products and four packed rows of attention.

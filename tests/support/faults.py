@@ -33,10 +33,9 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.model import CrowdOutput
 from ci_llm.data import batches, loader
 from ci_llm.lora import kernels, products
-from ci_llm.run import attempt, gradients, loop
-from ci_llm.run.end import result
-from ci_llm.run.end import watchdog as hang_watch
-from ci_llm.run.end.watchdog import SilenceTimer
+from ci_llm.run import attempt, gradients, loop, result
+from ci_llm.run import watchdog as hang_watch
+from ci_llm.run.watchdog import SilenceTimer
 from tools.testbed.events import DEADLINE_S, new_rows, wait_until, wait_until_committed
 from tools.testbed.forkserver import ForkServer
 
