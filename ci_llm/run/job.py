@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ci_llm import objectives
@@ -34,14 +35,13 @@ from ci_llm.run.mirroring import require_store
 from ci_llm.run.one_layer import choose_kernels, choose_threads, record_bits
 from ci_llm.run.reporting import call_event, contents_of, describe_stop, keys_to_go_on, outlook, position
 from ci_llm.run.result import Result, log_next_steps, push_result, write_page
-from ci_llm.run.setup import build, check_folder, require_no_sweep
+from ci_llm.run.run_checkpoint import Resume, config_of_checkpoint
 from ci_llm.run.start import beginning
 from ci_llm.run.start.loading import Loaded
-from ci_llm.run.start.resume import Resume, Source
 from ci_llm.run.step.callbacks import Callbacks
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.step.step_metrics import Learning
-from ci_llm.run.trainer import Trainer
+from ci_llm.run.trainer import Trainer, build, check_folder, require_no_sweep
 from ci_llm.run.watchdog import Stacks, Watchdog
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def run_among(
         ending.callback(_do_last_act, attempt, within)  # training.log takes its line only while the folder is leased
         with ends_if_stopped(interrupts, processes.patience, config.interrupted_exit_code):
             start, requests = _beginning(config, processes, attempt)
-            before = start.source.config if start.source else None
+            before = config_of_checkpoint(start.source) if start.source else None
             trainer = build(config, processes, attempt, loaded, before, given)
             if loaded is not None:
                 ending.callback(trainer.crowd.detach)
@@ -233,11 +233,12 @@ def _resume(trainer: Trainer, attempt: Attempt, start: beginning.Start, requests
     recorded: Any = {}
     if start.note:
         _log_line(start.note)
-    if start.source is None:
+    resume = None if start.source is None else Resume(trainer.checkpoint, start.source)
+    if resume is None:
         logger.info("resume    no checkpoint: a fresh start")
     else:
-        _restore(trainer, attempt, start, start.source)
-        recorded = start.source.checkpoint.manifest.info["surroundings"]
+        _restore(trainer, attempt, start, resume)
+        recorded = resume.source.manifest.info["surroundings"]
     trainer.state = beginning.apply_requests(trainer.state, requests)
     trainer.crowd.storage.pass_per_agent |= trainer.state.recovery.pass_per_agent
     if trainer.state.recovery.recompute:
@@ -250,32 +251,33 @@ def _resume(trainer: Trainer, attempt: Attempt, start: beginning.Start, requests
         logger.info(f"threads   {told}")
     # Of the rows of the checkpoint; a crowd of a sweep, made of others, has no digest yet.
     record_bits(trainer, recorded.get("layer", {}).get("lengths", ()))
-    if start.source is None:
-        return
-    attempt.exactness = Resume(trainer.checkpoint, start.source).restore_surroundings(trainer.state)
-    _log_line(f"exactness: {attempt.exactness}")
-    _recover_evaluation(trainer, attempt, from_log=start.is_own)
+    if resume is not None:
+        attempt.exactness = resume.restore_surroundings(trainer.state)
+        _log_line(f"exactness: {attempt.exactness}")
+        _recover_evaluation(trainer, attempt, from_log=start.is_own)
 
 
-def _restore(trainer: Trainer, attempt: Attempt, start: beginning.Start, source: Source) -> None:
+def _restore(trainer: Trainer, attempt: Attempt, start: beginning.Start, resume: Resume) -> None:
     """Bring the run to the step of the checkpoint; order, length and schedule follow from it."""
-    resume, saved = Resume(trainer.checkpoint, source), TrainState.from_dict(source.checkpoint.state["train_state"])
+    source = resume.source
+    saved = TrainState.from_dict(source.state["train_state"])
     if saved.history.made:
         resume.require_same_settings()  # before its agents look for their rows in these settings
     return_to(trainer, saved)
-    restored = resume.restore()
-    trainer.state, attempt.log.known_tracker_state = restored.state, restored.trackers
+    trainer.state, attempt.log.known_tracker_state = resume.restore(), dict(source.state["trackers"])
     step, last = trainer.state.step, trainer.total_steps
     if trainer.is_finished and not start.is_own:
         raise beginning.nothing_to_train(step, last, source.folder)
     if start.is_own:  # else the interval was another run's
-        trainer.metrics.load(source.checkpoint.manifest.info)
-    logger.info(f"resume    step {step} of {last}, verified, from {source.shown}")
+        trainer.metrics.load(source.manifest.info)
+    here, folder = Path.cwd(), source.folder
+    shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    logger.info(f"resume    step {step} of {last}, verified, from {shown}")
     if step > last:
         key = "epochs" if trainer.config.max_train_steps is None else "max_train_steps"
         taken = f"this run has taken {step} steps already, more than the {last} of {key}"
         logger.warning(f"{taken}: it ends here; restart_from=STEP goes back")
-    for line in restored.lines:
+    for line in resume.told_changes():
         _log_line(line)
 
 

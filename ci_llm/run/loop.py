@@ -1,6 +1,6 @@
 """The training loop: one optimizer step of all agents, from the rows of a batch to the weights after it. Read it first.
 
-`setup.py` builds the `Trainer`, and `job.py` hands it to `train` with the `Attempt` and the batches of `steps`.
+`trainer.py` builds the `Trainer`, and `job.py` hands it to `train` with the `Attempt` and the batches of `steps`.
 Every step goes the same way, on all processes alike:
 
 1. Agents that learn by rewards draw their completions (step/rollout.py).
