@@ -61,10 +61,6 @@ def evaluate(trainer: Trainer, attempt: Attempt) -> str | None:
         evaluator.last_scores = scores
         line = describe_scores(step, scores, evaluator.judged_by)
         logger.info(f"{line}{trainer.state.best_note}")
-        with trainer.metrics.paused():
-            example = evaluator.example(step)
-        if example is not None:
-            logger.info(describe_example(example, evaluator.judged_by))
         call_event(trainer, attempt, "on_evaluate", metrics=metrics)
         if trainer.is_finished:
             logger.info(f"early stopping after step {step}: {trainer.state.validation.described()}")
@@ -141,18 +137,12 @@ def describe_scores(step: int, scores: Scores, judged_by: JudgedBy = "exact_matc
     return f"{where} {crowd}; agents nll {fmean(agents_nll):.3f}, exact {fmean(agents):.3f}"
 
 
-def describe_example(example: Solved, judged_by: JudgedBy = "exact_match") -> str:
-    """A question, the answer of the crowd, and whether it is right; for free text the answer of the row."""
+def describe_example(example: Solved) -> str:
+    """A question, the answer of the crowd, and whether it is right."""
     *agents, crowd, _ = example.right
     verdict = "right" if crowd else f"wrong: {example.wanted} is right"
     verdict += f"; of {len(agents)} agents alone, {sum(agents)} answer right" if len(agents) > 1 else ""
-    return "\n".join(
-        [
-            f"question  {_end_of(example.question)}",
-            f"answer    {_end_of(example.answer)}",
-            f"          {verdict}" if judged_by == "exact_match" else f"reference {_end_of(example.wanted)}",
-        ]
-    )
+    return f"question  {_end_of(example.question)}\nanswer    {_end_of(example.answer)}\n          {verdict}"
 
 
 _SHOWN_CHARACTERS: Final = 400
@@ -255,15 +245,14 @@ def conclude(trainer: Trainer, attempt: Attempt) -> tuple[str | None, Evaluation
         if scores is not None and best is not None:
             scores = evaluator.scores(step, trainer.micro_batch_size)
         answers = evaluator.answers(step, trainer.micro_batch_size) if scores is not None else None
-        example = answers.example if answers is not None else evaluator.example(step)
     base = None if scores is None else evaluator.base(step, trainer.micro_batch_size, answers=answers is not None)
     stop = evaluator.vote.reason()
     if stop is not None or scores is None:
         return stop, None
     attempt.log.report_save(attempt.manager.last_result)
     attempt.log.end_progress()
-    if example is not None:
-        logger.info(describe_example(example, evaluator.judged_by))
+    if answers is not None and answers.example is not None:
+        logger.info(describe_example(answers.example))
     found = replace(_evaluation(trainer, attempt, step, scores, answers), base=base)
     _write_results(trainer, attempt, step, found)
     attempt.log.track(state.step, latest | result_metrics(found, state.names))

@@ -23,7 +23,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.figures import base_scores
 from ci_llm.crowd.judging import Ranking, rank
 from ci_llm.crowd.objective import GrpoObjective, Preferences, TrainedObjective
-from ci_llm.crowd.questions import AnswerScores, Questions, Solved, answer_questions, asked_of
+from ci_llm.crowd.questions import AnswerScores, Questions, answer_questions, asked_of
 from ci_llm.crowd.rewarding import RewardScorer
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.agent_rows import EvaluationRows
@@ -208,11 +208,6 @@ class Evaluator:
 
         return self._on_all_processes(what, step, len(rows), 4 * micro_batch_size, work, Scores.joined)
 
-    @property
-    def _writes_no_answers(self) -> bool:
-        """True if heads or rewards alone judge: there are no answers of their own to score."""
-        return bool(self._crowd.settings.outputs) or isinstance(self.objective, GrpoObjective)
-
     def answers(self, step: int, micro_batch_size: int) -> AnswerScores | None:
         """Scores of generated answers. A collective.
 
@@ -221,8 +216,8 @@ class Evaluator:
         Raises:
             OutOfMemory: on every process, when the batches cannot be made smaller.
         """
-        if self._writes_no_answers:
-            return None
+        if self._crowd.settings.outputs or isinstance(self.objective, GrpoObjective):
+            return None  # heads or rewards alone judge
         of_sets = self._asked
         if self._config.generation_eval_samples:
             self._tell_too_long(of_sets)
@@ -268,7 +263,10 @@ class Evaluator:
 
     @cached_property
     def _asked(self) -> list[Questions]:
-        return [self._questions(rows, self._config.generation_eval_samples) for rows in self.rows.sets]
+        prompter, count = self._crowd.prompter, self._config.generation_eval_samples
+        assert prompter is not None
+        limit = self._config.max_seq_length
+        return [Questions.of(rows, prompter, self._crowd, count, rows.whole_below(limit)) for rows in self.rows.sets]
 
     @cached_property
     def _limit(self) -> int:
@@ -292,30 +290,6 @@ class Evaluator:
                 "evaluate  no answers are generated, as no row is left to ask: the scores are by teacher forcing,"
                 " of whole solutions; raise max_seq_length, or evaluate on shorter rows"
             )
-
-    def example(self, step: int) -> Solved | None:
-        """The answer to one question, the same question in every evaluation. A collective.
-
-        None if the rows ask nothing, the agents have heads, or a stop was asked for.
-
-        Raises:
-            OutOfMemory: on every process.
-        """
-        if self._writes_no_answers:
-            return None
-        asked = self._example_asked
-        limit = self._config.answer_tokens(asked.longest)
-        answers = self._score_answers(asked, step, 1, limit) if len(asked) else None
-        return None if answers is None else answers.example
-
-    @cached_property
-    def _example_asked(self) -> Questions:
-        return self._questions(self.rows.sets[0], min(1, self._config.generation_eval_samples))
-
-    def _questions(self, rows: TokenizedRows, count: int) -> Questions:
-        assert self._crowd.prompter is not None
-        whole_below = rows.whole_below(self._config.max_seq_length)
-        return Questions.of(rows, self._crowd.prompter, self._crowd, count, whole_below)
 
     def _score_answers(self, asked: Questions, step: int, batch_size: int, max_new_tokens: int) -> AnswerScores | None:
         prompter = self._crowd.prompter
