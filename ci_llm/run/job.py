@@ -26,12 +26,12 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import monitored
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.trackers import require_installed
+from ci_llm.mirror.objects import open_objects
 from ci_llm.run.attempt import Attempt, end_at_once
 from ci_llm.run.crowd_changes import return_to
 from ci_llm.run.emergency_save import EmergencySave
 from ci_llm.run.evaluation import conclude, known_conclusion, note_evaluation
 from ci_llm.run.loop import steps, train
-from ci_llm.run.mirroring import require_store
 from ci_llm.run.one_layer import choose_kernels, choose_threads, record_bits
 from ci_llm.run.reporting import call_event, contents_of, describe_stop, keys_to_go_on, outlook, position
 from ci_llm.run.result import Result, log_next_steps, push_result, write_page
@@ -106,7 +106,8 @@ def joined(config: Config, launch: Launch, interrupts: Interrupts, code: Callabl
     """
     check_folder(config.run_folder)
     require_installed(config.report_to)
-    require_store(config)
+    if config.mirror is not None:
+        open_objects(config.mirror)  # refuses a store that this installation cannot use
     with ends_if_stopped(interrupts, Patience(), config.interrupted_exit_code):
         processes = Processes(config, launch=launch, interrupts=interrupts)
     try:

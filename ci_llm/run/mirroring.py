@@ -20,7 +20,6 @@ from ci_llm.core.run_folder import BEGINNING, CROWD_CHANGES, EVALUATION, PUSH_RE
 from ci_llm.interrupts import Interrupts
 from ci_llm.mirror.filling import fill
 from ci_llm.mirror.head import Found
-from ci_llm.mirror.objects import open_objects
 from ci_llm.mirror.sender import Mirror, MirrorState
 
 logger = logging.getLogger(__name__)
@@ -41,12 +40,6 @@ MARGIN_S: Final = 1.0
 REQUEUE_S: Final = 4.0
 #: The share of the grace for checkpoints; the rest is for the status, which is written even if the store is silent.
 SHARE_BEFORE_STATUS: Final = 0.6
-
-
-def require_store(config: Config) -> None:
-    """Refuse a mirror whose store this installation cannot use, before anything is loaded. Raises BadInput."""
-    if config.mirror is not None:
-        open_objects(config.mirror)
 
 
 class RunMirror:

@@ -222,20 +222,21 @@ def choose(crowd: Crowd, lengths: Sequence[int], train: Train, processes: Proces
         processes.follow()  # a process that ran out of memory owes its peers the rest of their gathers
         return ran_out or "out of memory" if found is None else found
 
+    def reason_of_any(own: str | None) -> str | None:
+        return next(filter(None, processes.gather_object(own)), None)
+
     plain = attempt(())
+    reason = reason_of_any(plain if isinstance(plain, str) else None)
+    if reason is not None or isinstance(plain, str):
+        return [f"everything stays plain: {reason}"]
     with processes.autocast():
         limit = tolerance(crowd.model.dtype, compute_dtype(crowd.model.get_input_embeddings().weight))
     taken: list[str] = []
-    for part in PARTS:  # also where the plain pass failed: others may have done it, and each pass may gather
-        reasons = [*filter(None, processes.gather_object(_difference(attempt([part]), plain, limit)))]
-        if reasons:
-            lines.append(f"{part} stays plain: {reasons[0]}")
+    for part in PARTS:
+        if reason := reason_of_any(_difference(attempt([*taken, part]), plain, limit)):
+            lines.append(f"{part} stays plain: {reason}")
         else:
             taken.append(part)
-    reason = _difference(attempt(taken), plain, limit)
-    reasons = [*filter(None, processes.gather_object(plain if isinstance(plain, str) else reason))]
-    if reasons:
-        taken, lines = [], [f"everything stays plain: {reasons[0]}"]
     crowd.compute_fast(taken)
     return lines
 
@@ -248,10 +249,10 @@ def kernels_of(config: Config, crowd: Crowd) -> str:
     return FAST if not left else f"{FAST} without {', '.join(left)}"
 
 
-def _difference(found: Found, plain: Found, limit: float) -> str | None:
+def _difference(found: Found, plain: list[Tensor], limit: float) -> str | None:
     """Why `found` differs too much from what the plain pass gives; None if it does not."""
-    if isinstance(found, str) or isinstance(plain, str):
-        return found if isinstance(found, str) else "nothing to compare with"
+    if isinstance(found, str):
+        return found
     gap = max(distance(own, wanted) for own, wanted in zip(found, plain, strict=True))
     return None if gap <= limit else f"it changes losses or gradients by {gap:.1e}"
 

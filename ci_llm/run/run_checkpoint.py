@@ -79,7 +79,9 @@ class RunCheckpoint:
     def description(self) -> dict[str, Any]:
         """What each checkpoint of the present crowd holds alike, by the names of its files."""
         present = self.present_config
-        settings = {"agents": _settings_of_agents(present)} if present.agents else {}
+        each = zip(present.agent_names, present.each_agent, strict=True)
+        own = [{NAME: name, **to_plain({key: getattr(agent, key) for key in OWN_KEYS})} for name, agent in each]
+        settings = {"agents": own} if present.agents else {}
         state = state_of(self.crowd, self.base.fingerprint, **settings)
         return {
             # The tensors of agents move to new memory whenever the crowd is prepared: a save looks for them itself.
@@ -181,14 +183,6 @@ class RunCheckpoint:
         }
 
 
-def _settings_of_agents(config: Config) -> list[dict[str, Any]]:
-    """Name and settings of every agent, as plain values."""
-    return [
-        {NAME: name, **to_plain({key: getattr(own, key) for key in OWN_KEYS})}
-        for name, own in zip(config.agent_names, config.each_agent, strict=True)
-    ]
-
-
 def in_episode(state: TrainState) -> list[int]:
     """The places of agents in an episode of nonfinite steps."""
     return [k for k, agent in enumerate(state.agents) if agent.recovery.episode_start is not None]
@@ -238,7 +232,10 @@ class Resume:
         changes = self._changes()
         self._require_same_crowd(changes)
         self.require_same_settings()
-        self._require_same_rows(changes)
+        for key, what in _OTHER_INPUTS.items():
+            is_same = self._fingerprints.get(key) == self.run.fingerprints.get(key)
+            if not (is_same or self.run.config.allow_inexact_resume):
+                raise self._refusal(ForeignCheckpoint, what, changes, but="the new ones")
         state = TrainState.from_dict(saved["train_state"])
         self.run.stopped.update({key: value for key, value in saved.items() if key.startswith(STOPPED)})
         load_state(self.run.crowd, saved, str(self.source.folder))
@@ -362,13 +359,6 @@ class Resume:
         """The precision of the base, in the checkpoint and here."""
         before, now = self.source.state[META], self.run.description[META]
         return before["base_dtype"], now["base_dtype"]
-
-    def _require_same_rows(self, changes: Sequence[Change]) -> None:
-        """Refuse other training rows, and other adapters at the start."""
-        before, now = self._fingerprints, self.run.fingerprints
-        for key, what in _OTHER_INPUTS.items():
-            if before.get(key) != now.get(key) and not self.run.config.allow_inexact_resume:
-                raise self._refusal(ForeignCheckpoint, what, changes, but="the new ones")
 
 
 def _bits_changing(changes: Sequence[Change], config: Config) -> list[Change]:

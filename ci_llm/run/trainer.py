@@ -40,7 +40,6 @@ from ci_llm.errors import ConfigError
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.run_checkpoint import RunCheckpoint
 from ci_llm.run.start import agent_settings, loading
-from ci_llm.run.start.agent_settings import config_of
 from ci_llm.run.start.cost_model import settle
 from ci_llm.run.step.evaluator import Evaluator, StopVote
 from ci_llm.run.step.nonfinite import LastGood, NonFiniteResponse
@@ -112,7 +111,7 @@ class Trainer:
     @property
     def present_config(self) -> Config:
         """The configuration with the agents that stand in the crowd now."""
-        return config_of(self.config, self.state.numbers)
+        return agent_settings.config_of(self.config, self.state.numbers)
 
     @property
     def micro_batch_size(self) -> int:
@@ -239,7 +238,11 @@ def build(
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
     set_determinism(config)
-    config = _with_precision(config.settled_as(before), processes)
+    config, line = processes.settle_precision(config.settled_as(before))
+    if line:
+        logger.info(f"precision {line}")
+    if slow := slow_bf16(config):
+        logger.warning(f"precision {slow}")
     loaded = loaded or loading.load(config, processes, before.max_seq_length if before else None, given)
     loaded = loaded.for_agents(config.num_agents)
     base, rows = loaded.base, loaded.rows
@@ -254,16 +257,6 @@ def build(
     return assemble(
         config, processes, attempt, base, crowd, loading.training_rows(config, rows), eval_rows, loaded.judged
     )
-
-
-def _with_precision(config: Config, processes: Processes) -> Config:
-    """The configuration with a precision in place of auto; logs it. A collective."""
-    config, line = processes.settle_precision(config)
-    if line:
-        logger.info(f"precision {line}")
-    if slow := slow_bf16(config):
-        logger.warning(f"precision {slow}")
-    return config
 
 
 def assemble(
@@ -287,7 +280,8 @@ def assemble(
         validation=Validation(config.metric_for_best_model),
     )
     agent_settings.prepare_agents(crowd.agents, config, rows, rows_per_step, steps)
-    optimizer = optimizer_of(config, crowd)
+    betas, groups = (config.adam_beta1, config.adam_beta2), [agent.optimizer_group for agent in crowd.agents]
+    optimizer = torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, fused=True)
     attempt.manager.watch(optimizer)
     last_good = LastGood(crowd.storage.rows, optimizer)
     memory = MemoryRelief(config, base, crowd, processes.num_processes)
@@ -314,12 +308,6 @@ def assemble(
         metrics=StepMetrics(state.names, crowd.device),
         learning=Learning(state.names, steps),
     )
-
-
-def optimizer_of(config: Config, crowd: Crowd) -> torch.optim.Optimizer:
-    """The optimizer of the agents of `config`."""
-    betas, groups = (config.adam_beta1, config.adam_beta2), [agent.optimizer_group for agent in crowd.agents]
-    return torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, fused=True)
 
 
 def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:

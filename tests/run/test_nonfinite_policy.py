@@ -72,6 +72,5 @@ def test_a_bad_batch_is_recognised_by_its_rows() -> None:
     assert recovery.is_bad_batch(5, lambda _: [3, 1])
     assert not recovery.is_bad_batch(5, lambda _: [3, 2])
     assert not recovery.is_bad_batch(6, lambda _: [3, 1])
-    assert recovery.after_other_step().bad_batches_in_a_row == 0
     assert recovery.after_bad_batch(BadBatch(5, (3, 1))).bad_batches == recovery.bad_batches
     assert recovery.without_batches_from(5).bad_batches == ()

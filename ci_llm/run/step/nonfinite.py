@@ -211,7 +211,7 @@ class NonFiniteResponse:
             for k, each in enumerate(before)
         ]
         agents = tuple(replace(own, recovery=found) for own, found in zip(state.agents, after, strict=True))
-        state = replace(state, agents=agents, recovery=state.recovery.after_other_step())
+        state = replace(state, agents=agents, recovery=replace(state.recovery, bad_batches_in_a_row=0))
         for k in findings.nonfinite:
             logger.warning(_account(state.names[k], step, before[k], after[k]))
             if after[k].rollbacks > before[k].rollbacks:

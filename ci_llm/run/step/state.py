@@ -48,12 +48,10 @@ class Validation:
 
     def better(self, step: int, value: float, best: Best | None) -> Best | None:
         """The better of a new value and the best so far. NaN is never better, and an equal value is not."""
-        if math.isnan(value) or (best is not None and not self._leads(value, best.value)):
+        sign = 1 if METRICS[self.metric].greater else -1
+        if math.isnan(value) or (best is not None and sign * value <= sign * best.value):
             return best
         return Best(step, value)
-
-    def _leads(self, value: float, other: float) -> bool:
-        return value > other if METRICS[self.metric].greater else value < other
 
     @property
     def best_step(self) -> int | None:
@@ -172,10 +170,6 @@ class RecoveryState:
         known = [batch.rows for batch in self.bad_batches if batch.step == step]
         return bool(known) and tuple(rows(step)) in known
 
-    def after_other_step(self) -> RecoveryState:
-        """The state after a step in which not all agents were nonfinite."""
-        return replace(self, bad_batches_in_a_row=0) if self.bad_batches_in_a_row else self
-
     def after_bad_batch(self, batch: BadBatch) -> RecoveryState:
         """The state after a step in which all agents were nonfinite."""
         return replace(self.with_batches([batch]), bad_batches_in_a_row=self.bad_batches_in_a_row + 1)
@@ -229,15 +223,6 @@ class History:
     agent_steps: int = 0
     planned: tuple[CrowdChange, ...] = ()
     made: tuple[CrowdChange, ...] = ()
-
-    def with_planned(self, changes: Sequence[CrowdChange]) -> History:
-        """The history with more changes to come. A known change counts once."""
-        new = [change for change in changes if change not in (*self.planned, *self.made)]
-        return replace(self, planned=tuple(sorted((*self.planned, *new), key=lambda change: change.step)))
-
-    def due(self, step: int) -> tuple[CrowdChange, ...]:
-        """The changes that act when `step` steps are taken."""
-        return tuple(change for change in self.planned if change.step <= step)
 
 
 @dataclass(frozen=True)
@@ -338,12 +323,16 @@ class TrainState:
         return None
 
     def with_planned(self, changes: Sequence[CrowdChange]) -> TrainState:
-        """The state with more changes of the crowd to come."""
-        return replace(self, history=self.history.with_planned(changes))
+        """The state with more changes of the crowd to come. A known change counts once."""
+        history = self.history
+        new = [change for change in changes if change not in (*history.planned, *history.made)]
+        planned = tuple(sorted((*history.planned, *new), key=lambda change: change.step))
+        return replace(self, history=replace(history, planned=planned))
 
     def after_changes(self) -> TrainState:
         """The state after the changes of the crowd that are due; the search for its best step begins again."""
-        due, history = self.history.due(self.step), self.history
+        history = self.history
+        due = tuple(change for change in history.planned if change.step <= self.step)
         if not due:
             return self
         stopped = {change.agent for change in due}
