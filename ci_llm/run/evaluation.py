@@ -19,7 +19,7 @@ from ci_llm.checkpoints.layout import FINAL
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.config import Config
-from ci_llm.core.evaluation_file import Ending, Evaluation, Figure, RowSet, read_evaluation, write_evaluation
+from ci_llm.core.evaluation_file import BestSteps, Ending, Evaluation, Figure, RowSet, read_evaluation, write_evaluation
 from ci_llm.core.measures import LEAST_ROWS, JudgedBy, measures_of
 from ci_llm.core.quantities import count
 from ci_llm.core.run_folder import EVALUATION
@@ -315,7 +315,7 @@ def _evaluation(
             last_step=state.step,
             agent_steps=state.agent_steps,
             stopped_early=state.step < trainer.total_steps,
-            best=state.best_steps,
+            best=BestSteps(state.validation.metric, state.validation.crowd, tuple(own.best for own in state.agents)),
             warning=attempt.status.current.warning,
         ),
     )

@@ -203,7 +203,7 @@ def _ended(trainer: Trainer, attempt: Attempt, stop: str | None, found: Evaluati
         attempt.interrupted(stop)
         result = Result("interrupted", trainer.state.step, trainer.config.run_folder, reason=stop)
     else:
-        attempt.completed()
+        attempt.status.finish("completed")
         but = f", but {warning}" if (warning := attempt.status.current.warning) else ""
         assert found is not None
         result = _completed(trainer, found, f"completed at step {trainer.state.step}{but}", alone=alone)

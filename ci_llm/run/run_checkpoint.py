@@ -263,7 +263,8 @@ class Resume:
         now = self.run.surroundings(state)
         if self.run.crowd.device.type != "cpu":
             now["threads"] = before["threads"]  # they compute no step
-        odd = _differences(before, now)
+        odd = [f"{key} {before[key]} -> {now[key]}" for key in _COUNTED if before[key] != now[key]]
+        odd += differences(before, now)
         precision, precision_now = self._precisions()
         if precision != precision_now:
             odd.append(f"precision of the base {precision} -> {precision_now}")
@@ -363,24 +364,13 @@ class Resume:
 
 def _bits_changing(changes: Sequence[Change], config: Config) -> list[Change]:
     """The changes after which steps have other bits than those of the run as it was."""
+    schedules = {own.lr_scheduler_type for own in config.each_agent}
+    follows_length = config.trial_steps is None and schedules != {"constant"}  # the learning rate of a step
     return [
         change
         for change in changes
-        if not change.keeps_bits
-        and change.key not in _RECORDED
-        and (change.kind != "schedule" or _follows_length(config))
+        if not change.keeps_bits and change.key not in _RECORDED and (change.kind != "schedule" or follows_length)
     ]
-
-
-def _follows_length(config: Config) -> bool:
-    """True if the learning rate of a step depends on the length of the run."""
-    return config.trial_steps is None and any(own.lr_scheduler_type != "constant" for own in config.each_agent)
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The differences of surroundings, apart from determinism, which has a grade of its own."""
-    odd = [f"{key} {before[key]} -> {now[key]}" for key in _COUNTED if before[key] != now[key]]
-    return odd + differences(before, now)
 
 
 def _other_bits(before: Mapping[str, Any], now: Mapping[str, Any], odd: Sequence[str]) -> Iterator[str]:

@@ -35,19 +35,17 @@ LEAST_S: Final = 300.0
 
 
 class Heartbeat:
-    """Counts signs of life. Written by the main thread, read by any; costs nothing."""
+    """Signs of life of the main thread, which gives them at no cost, and the silence since the last one.
+
+    The watchdog adds up the silence by its looks, so that time in a stopped process does not count.
+    """
 
     def __init__(self) -> None:
-        self.ticks = 0
-        self._rests = 0
-
-    @property
-    def is_resting(self) -> bool:
-        """True while the limit on silence is suspended."""
-        return self._rests > 0
+        self._ticks = self._seen = self._rests = 0
+        self.silent_s = self._longest_s = 0.0
 
     def tick(self) -> None:
-        self.ticks += 1
+        self._ticks += 1
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
@@ -57,24 +55,15 @@ class Heartbeat:
             yield
         finally:
             self._rests -= 1
-            self.ticks += 1
+            self.tick()
 
-
-class SilenceTimer:
-    """Measures the silence of a heartbeat by adding up looks, so that time in a stopped process does not count."""
-
-    def __init__(self, heartbeat: Heartbeat) -> None:
-        self._heartbeat, self._ticks = heartbeat, heartbeat.ticks
-        self._longest_s = 0.0
-        self.seconds = 0.0
-
-    def advance(self, seconds: float) -> None:
-        """Count the seconds since the last look, unless there was a sign of life."""
-        if self._heartbeat.is_resting or self._heartbeat.ticks != self._ticks:
-            self._longest_s = max(self._longest_s, 0.0 if self._heartbeat.is_resting else self.seconds)
-            self._ticks, self.seconds = self._heartbeat.ticks, 0.0
+    def look(self, seconds: float) -> None:
+        """Count the seconds since the last look as silence, unless there was a sign of life."""
+        if self._rests or self._ticks != self._seen:
+            self._longest_s = max(self._longest_s, 0.0 if self._rests else self.silent_s)
+            self._seen, self.silent_s = self._ticks, 0.0
         else:
-            self.seconds += seconds
+            self.silent_s += seconds
 
     def limit_s(self, *, step_measured: bool) -> float:
         """Seconds of silence that are a hang."""
@@ -98,7 +87,7 @@ class Watchdog:
     def __init__(self, attempt: Attempt, heartbeat: Heartbeat, step: Callable[[], int], stacks: Stacks) -> None:
         self._attempt, self._step, self._stacks = attempt, step, stacks
         self._run_folder, self._processes = attempt.config.run_folder, attempt.processes
-        self._silence = SilenceTimer(heartbeat)
+        self._heartbeat = heartbeat
         self._meeting = attempt.folder / "hang"
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ci_llm watchdog", daemon=True)
@@ -114,10 +103,10 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._over.wait(TICK_S):
             # The nominal second, not a clock: time in which a whole machine was suspended is not silence.
-            self._silence.advance(TICK_S)
+            self._heartbeat.look(TICK_S)
             # Until a step was measured, a longer silence is allowed.
-            limit_s = self._silence.limit_s(step_measured=bool(self._attempt.pace.steps_s))
-            if self._silence.seconds >= limit_s:
+            limit_s = self._heartbeat.limit_s(step_measured=bool(self._attempt.pace.steps_s))
+            if self._heartbeat.silent_s >= limit_s:
                 self._end(f"no progress for {limit_s:.0f} s")
             elif self._meeting.exists():
                 self._end("another process of this run makes no progress")

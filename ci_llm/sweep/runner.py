@@ -224,7 +224,7 @@ class SweepRunner:
                 stop = self._train(sweep, processes, loaded, attempt)
                 sweep.require_winner()
             if stop is None:
-                attempt.completed()
+                attempt.status.finish("completed")
             else:
                 attempt.interrupted(stop)
             write_page(attempt)

@@ -21,7 +21,7 @@ from ci_llm.crowd import generation, scoring
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoder import Decoder, Request
 from ci_llm.run.attempt import Attempt
-from ci_llm.run.watchdog import FIRST_S, LEAST_S, TIMES, Heartbeat, SilenceTimer, Stacks, Watchdog
+from ci_llm.run.watchdog import FIRST_S, LEAST_S, TIMES, Heartbeat, Stacks, Watchdog
 from tests.support.faults import KEYS, Fault, fired, said, train, train_with_faults, wrap
 from tools.testbed.forkserver import ForkServer
 
@@ -149,29 +149,27 @@ def test_every_micro_step_batch_and_token_is_a_sign_of_life(server: ForkServer, 
 
 def test_the_limit_on_silence() -> None:
     heartbeat = Heartbeat()
-    silence = SilenceTimer(heartbeat)
-    assert silence.limit_s(step_measured=False) == FIRST_S
-    assert silence.limit_s(step_measured=True) == LEAST_S
+    assert heartbeat.limit_s(step_measured=False) == FIRST_S
+    assert heartbeat.limit_s(step_measured=True) == LEAST_S
     for _ in range(40):
-        silence.advance(1.0)
-    assert silence.seconds == 40
+        heartbeat.look(1.0)
+    assert heartbeat.silent_s == 40
     heartbeat.tick()
-    silence.advance(1.0)
-    assert silence.seconds == 0
-    assert silence.limit_s(step_measured=True) == max(LEAST_S, TIMES * 40)
+    heartbeat.look(1.0)
+    assert heartbeat.silent_s == 0
+    assert heartbeat.limit_s(step_measured=True) == max(LEAST_S, TIMES * 40)
 
 
 def test_a_suspended_limit_counts_no_silence_and_learns_nothing() -> None:
     heartbeat = Heartbeat()
-    silence = SilenceTimer(heartbeat)
     with heartbeat.resting():
         for _ in range(1000):
-            silence.advance(1.0)
-        assert silence.seconds == 0
-    silence.advance(1.0)
-    silence.advance(1.0)
-    assert silence.seconds == 1
-    assert silence.limit_s(step_measured=True) == LEAST_S
+            heartbeat.look(1.0)
+        assert heartbeat.silent_s == 0
+    heartbeat.look(1.0)
+    heartbeat.look(1.0)
+    assert heartbeat.silent_s == 1
+    assert heartbeat.limit_s(step_measured=True) == LEAST_S
 
 
 # A full disk

@@ -35,7 +35,7 @@ from ci_llm.data import batches, loader
 from ci_llm.lora import kernels, products
 from ci_llm.run import attempt, gradients, loop, result
 from ci_llm.run import watchdog as hang_watch
-from ci_llm.run.watchdog import SilenceTimer
+from ci_llm.run.watchdog import Heartbeat
 from tools.testbed.events import DEADLINE_S, new_rows, wait_until, wait_until_committed
 from tools.testbed.forkserver import ForkServer
 
@@ -369,13 +369,13 @@ KINDS: dict[str, Callable[[Fault], None]] = {
 
 def watch_once_it_hangs() -> None:
     """Three seconds of silence are a hang, once a process hangs: on a busy machine a healthy step may take longer."""
-    advance = SilenceTimer.advance
+    look = Heartbeat.look
 
-    def count(silence: SilenceTimer, seconds: float) -> None:
+    def count(heartbeat: Heartbeat, seconds: float) -> None:
         if Path(FIRED).exists():
-            advance(silence, seconds)
+            look(heartbeat, seconds)
 
-    SilenceTimer.advance = count  # type: ignore[method-assign]
+    Heartbeat.look = count  # type: ignore[method-assign]
     hang_watch.FIRST_S = hang_watch.LEAST_S = 3.0  # type: ignore[misc]
     hang_watch.OTHERS_S = DEADLINE_S  # type: ignore[misc]
 

@@ -194,8 +194,10 @@ def find_start(
             folder.
     """
     wanted = _wanted(config)
-    if config.overwrite_output_dir and not _has_overwritten(known, config, wanted):
-        return _overwrite(config, wanted)
+    if config.overwrite_output_dir:
+        has_acted = known is not None and known.overwrote == _settings(config) and wanted in (LATEST, *known.said)
+        if not has_acted:
+            return _overwrite(config, wanted)
     back = _restart(config)
     if back is not None and (known is None or known.restarted_from != back):
         return _go_back(manager, back, (known or Beginning()).also_meant_by(wanted))
@@ -266,11 +268,6 @@ def _from_given(manager: CheckpointManager, source: Checkpoint, record: Beginnin
     """The start from a checkpoint at a path: one of the run's own, or one of another run."""
     own = is_named_checkpoint(source.folder) and _same_place(source.folder.parent, manager.directory)
     return _from_own(source, record, note) if own else Start(source, replace(record, source=given), note=note)
-
-
-def _has_overwritten(known: Beginning | None, config: Config, wanted: str | None) -> bool:
-    """True if `overwrite_output_dir` has already acted for the run in the folder."""
-    return known is not None and known.overwrote == _settings(config) and wanted in (LATEST, *known.said)
 
 
 def _settings(config: Config) -> dict[str, Any]:

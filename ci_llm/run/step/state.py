@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from ci_llm.core.evaluation_file import Best, BestSteps
+from ci_llm.core.evaluation_file import Best
 from ci_llm.core.measures import METRICS
 from ci_llm.core.run_folder import GOOD_AFTER_STEPS, BadBatch
 
@@ -388,11 +388,6 @@ class TrainState:
         return replace(
             self, validation=Validation(metric), agents=tuple(replace(each, best=None) for each in self.agents)
         )
-
-    @property
-    def best_steps(self) -> BestSteps:
-        """The best evaluations of the crowd and of each agent."""
-        return BestSteps(self.validation.metric, self.validation.crowd, tuple(each.best for each in self.agents))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
