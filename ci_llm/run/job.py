@@ -42,7 +42,7 @@ from ci_llm.run.step.callbacks import Callbacks
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.step.step_metrics import Learning
 from ci_llm.run.trainer import Trainer, build, check_folder, require_no_sweep
-from ci_llm.run.watchdog import Stacks, Watchdog
+from ci_llm.run.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -162,18 +162,17 @@ def run_among(
                 told = f"This run is complete at step {trainer.state.step}; nothing is left to do."
                 result = _completed(trainer, found, told, alone=loaded is None)
                 return result
-            with Stacks() as stacks:
-                batches = steps(trainer)  # forks its workers now, before the run has threads
-                _begin(trainer, attempt, start)
-                with attempt.recorded(lambda: trainer.state.step):
-                    _open(trainer, attempt)
-                    with _watched(trainer, attempt, stacks):
-                        call_event(trainer, attempt, "on_train_begin")
-                        stop = trainer.evaluator.vote.reason() or train(trainer, attempt, batches)
-                        if stop is None:
-                            stop, found = conclude(trainer, attempt)
-                        call_event(trainer, attempt, "on_train_end")
-                    attempt.settle(stop)
+            batches = steps(trainer)  # forks its workers now, before the run has threads
+            _begin(trainer, attempt, start)
+            with attempt.recorded(lambda: trainer.state.step):
+                _open(trainer, attempt)
+                with _watched(trainer, attempt):
+                    call_event(trainer, attempt, "on_train_begin")
+                    stop = trainer.evaluator.vote.reason() or train(trainer, attempt, batches)
+                    if stop is None:
+                        stop, found = conclude(trainer, attempt)
+                    call_event(trainer, attempt, "on_train_end")
+                attempt.settle(stop)
             result = _ended(trainer, attempt, stop, found, alone=loaded is None)
             return result
 
@@ -354,7 +353,7 @@ def _open(trainer: Trainer, attempt: Attempt) -> None:
 
 
 @contextmanager
-def _watched(trainer: Trainer, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
+def _watched(trainer: Trainer, attempt: Attempt) -> Iterator[None]:
     """Watch the run within the block: hardware, walltime, grace and progress."""
 
     def step() -> int:
@@ -371,6 +370,6 @@ def _watched(trainer: Trainer, attempt: Attempt, stacks: Stacks) -> Iterator[Non
         monitored(config.run_folder, attempt.manager.store.holds_lease) if watched else nullcontext(),
         watch_walltime(config.max_runtime, processes.launch, attempt.pace, attempt.interrupts) as walltime,
         EmergencySave(attempt, trainer.checkpoint.optimizer, walltime, step, save_last),
-        Watchdog(attempt, trainer.heartbeat, step, stacks),
+        Watchdog(attempt, trainer.heartbeat, step),
     ):
         yield
