@@ -266,7 +266,10 @@ def _write_results(trainer: Trainer, attempt: Attempt, step: int, found: Evaluat
     card = final_card(found, trainer.crowd, config.all_dataset_names, step)
     with trainer.heartbeat.resting():
         _require_written(attempt.manager, trainer.processes)
-        added = {"README.md": card.encode(), **trainer.checkpoint.agents_tokenizers()}
+        # The tokenizer, with the chat template that was in force, beside each adapter: each may be used alone.
+        files = trainer.checkpoint.tokenizer_files.items()
+        tokenizers = {f"{agent}/{name}": data for agent in trainer.crowd.names for name, data in files}
+        added = {"README.md": card.encode(), **tokenizers}
         attempt.manager.saver.finish(added, step=None if step == trainer.state.step else step)
         _require_written(attempt.manager, trainer.processes)
     if attempt.manager.store.holds_lease():

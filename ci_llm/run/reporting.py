@@ -108,7 +108,13 @@ def contents_of(
     state, checkpoint = trainer.state, trainer.checkpoint
     rate = trainer.last_learning_rate if state.step else trainer.learning_rate(0)
     contents = checkpoint.contents(state, rate, attempt.log.tracker_state(), generators)
-    return contents, checkpoint.info(state, trainer.courses.epoch(state.step)) | trainer.metrics.record()
+    info = {  # the position, and what a resume compares
+        "epoch": trainer.courses.epoch(state.step),
+        "position": state.samples_seen,
+        "fingerprints": checkpoint.fingerprints,
+        "surroundings": checkpoint.surroundings(state),
+    }
+    return contents, info | trainer.metrics.record()
 
 
 def save(trainer: Trainer, attempt: Attempt) -> None:

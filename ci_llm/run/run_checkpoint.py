@@ -143,23 +143,9 @@ class RunCheckpoint:
             "rng": known if generators else EachProcess(determinism.capture()),
         }
 
-    def agents_tokenizers(self) -> dict[str, bytes]:
-        """The tokenizer, with the chat template that was in force, beside each adapter: each may be used alone."""
-        files = self.tokenizer_files.items()
-        return {f"{agent}/{name}": data for agent in self.crowd.names for name, data in files}
-
     def named_rows(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Name and weights of each agent, as the optimizer's moments are saved."""
         return zip(self.crowd.names, self.crowd.storage.rows, strict=True)
-
-    def info(self, state: TrainState, epoch: float) -> dict[str, Any]:
-        """The information for the manifest: the position, and what a resume compares."""
-        return {
-            "epoch": epoch,
-            "position": state.samples_seen,
-            "fingerprints": self.fingerprints,
-            "surroundings": self.surroundings(state),
-        }
 
     def surroundings(self, state: TrainState) -> dict[str, Any]:
         """What surrounds the run and must be the same for a run to have the same bits."""
