@@ -215,8 +215,7 @@ def ledger(folder: Path) -> list[dict[str, Any]]:
 
 def arm() -> None:
     """Let the faults of the plan that are due in this process strike."""
-    from ci_llm.run import job, loop
-    from ci_llm.run.end import watchdog
+    from ci_llm.run import job, loop, watchdog
 
     plan = [Fault(**fault) for fault in json.loads(Path(PLAN).read_text())]
     own = int(os.environ.get("RANK", "0"))

@@ -145,7 +145,7 @@ class Bench:
         """The digest of a layer, by which runs compare machines; computed twice, it should be the same."""
         run = Ours(self.qwen(), agents=2)
         batch = fixed_batch(run.crowd, (128, 64), own_rows=False)
-        one, other = (layer_digest(run.crowd, batch, partial(run.passes.compute_gradients, 0)) for _ in range(2))
+        one, other = (layer_digest(run.crowd, batch, partial(run.compute_gradients, 0)) for _ in range(2))
         return {"what": f"{one}, {'the same twice' if one == other else f'then {other}'}"}
 
     def ours(self, base: PreTrainedModel, agents: int, *, pass_per_agent: bool) -> Figures:

@@ -45,15 +45,16 @@ from ci_llm.base.targets import Layers, peft_targets
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import NextToken
-from ci_llm.data.batches import Batch, padded
+from ci_llm.data.batches import Batch, MicroBatch, padded
 from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.processes import Processes
 from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.settings import LoraSettings
+from ci_llm.run.gradients import compute_gradients
 from ci_llm.run.loop import apply_gradients
-from ci_llm.run.step.gradients import Sums, TrainingPasses
 from ci_llm.run.step.state import TrainState
-from ci_llm.run.trainer import Prepared, Trainer, prepared
+from ci_llm.run.trainer import Prepared, Trainer
+from ci_llm.run.watchdog import Heartbeat
 
 K, RANK, ALPHA = 4, 16, 32
 LEARNING_RATE, MAX_NORM = 1e-4, 1.0
@@ -81,12 +82,8 @@ class Ours:
         self.crowd.choose_route()
         self.crowd.compute_fast(PARTS)
         optimizer = torch.optim.AdamW([{"params": [row]} for row in self.crowd.storage.rows], fused=True)
-        before = Prepared(self.crowd, optimizer)
-        accelerator = self.processes.accelerator
-        self.prepared = prepared(before, accelerator, self.crowd, optimizer, None)
-        self.passes = TrainingPasses(
-            accelerator, self.prepared.model, self.crowd, NextToken(), self.config.seed, loss_scale=None, tick=int
-        )
+        self.prepared = Prepared(*self.processes.accelerator.prepare(self.crowd, optimizer))
+        self.heartbeat = Heartbeat()
         for agent in self.crowd.agents:
             agent.training = Training(lambda _: LEARNING_RATE, 0.0, MAX_NORM, course=None)  # type: ignore[arg-type]
 
@@ -94,18 +91,21 @@ class Ours:
 
     def step(self, batch: Batch) -> float:
         sums, agents = self.move(batch).sums, self.crowd.num_agents
-        return float(sums[:agents].sum()) / agents / batch.num_targets
+        return float(torch.as_tensor(sums[:agents]).sum()) / agents / batch.num_targets
 
-    def move(self, batch: Batch) -> Sums:
+    def compute_gradients(self, step: int, micro_batches: Sequence[MicroBatch]) -> Ballot:
+        trainer: Any = self
+        return compute_gradients(trainer, step, micro_batches, NextToken(), loss_scale=None)
+
+    def move(self, batch: Batch) -> Ballot:
         """The step; what it returns is on the device, and not waited for."""
         trainer: Any = self
-        sums = self.passes.compute_gradients(self.state.step, [self.crowd.for_all(batch)])
-        ballot = Ballot(num_targets=sums.num_targets, nonfinite=sums.nonfinite, sums=sums.sums)
+        ballot = self.compute_gradients(self.state.step, [self.crowd.for_all(batch)])
         verdict = self.processes.agree(ballot)
         left_out = [k for k, nonfinite in enumerate(verdict.nonfinite) if nonfinite]
         apply_gradients(trainer, self.state.step, verdict, left_out)
         self.state = self.state.advance(batch.num_rows, batch.num_tokens, left_out)
-        return sums
+        return ballot
 
 
 class OriginalsWay:

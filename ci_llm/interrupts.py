@@ -26,8 +26,6 @@ from ci_llm.errors import ConfigError
 
 STOP_SIGNALS: Final = ("SIGTERM", "SIGINT", "SIGUSR2")
 SAVE_SIGNALS: Final = ("SIGUSR1",)
-#: Asks a process for the stacks of its threads (run/end/watchdog.py). A process without a handler for it ignores it.
-STACKS_SIGNAL: Final = signal.SIGURG
 
 ABORTED_EXIT_CODE: Final = 130  # 128 + SIGINT
 BROKEN_PIPE_EXIT_CODE: Final = 141  # 128 + SIGPIPE: what a shell reports of a program whose reader has gone

@@ -1,6 +1,8 @@
 """`Agent`: one LoRA agent of a crowd, with all that it has: adapters, weights, and how and on what it trains.
 
-Its numbers are views of the crowd's storage (`AgentStorage`), which gives it new ones whenever the crowd changes.
+Its numbers are views of the crowd's storage (`AgentStorage`), which gives it new ones whenever the crowd changes. The
+learning rate of a step is a pure function of it, by the schedules of Transformers, with no position to save;
+`Trainer.rate_of` adds what faults have cut.
 
 Legend: P numbers of the agent, r rank, D hidden width, n numbers of a head.
 """
@@ -9,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from ci_llm.config import Config
 from ci_llm.data.agent_rows import Course, Courses
 from ci_llm.errors import ForeignCheckpoint
 from ci_llm.lora.heads import SCORE
@@ -114,3 +117,38 @@ class Agent:
 def courses_of(agents: Sequence[Agent]) -> Courses:
     """The courses of agents that a run trains."""
     return Courses(tuple(agent.training.course for agent in agents))
+
+
+#: Where the schedules `with_min_lr` end, as a share of the peak.
+SMALLEST: Final = 0.1
+
+
+def schedule(config: Config, total_steps: int) -> Callable[[int], float]:
+    """The learning rate as a pure function of the 0-based step.
+
+    That of a trial follows the length of a whole trial, wherever this run ends; later steps have the last rate.
+    """
+    total = config.trial_steps or total_steps
+    share = factor(config.lr_scheduler_type, config.warmup_steps(total), total)
+    return lambda step: config.learning_rate * share(min(step, total))
+
+
+def factor(kind: str, warmup: int, total: int) -> Callable[[int], float]:
+    """A function from the 0-based step, at most `total`, to the learning rate as a share of its peak.
+
+    Args:
+        kind: a name in Transformers; not of those that follow the loss.
+        warmup: the steps in which the rate rises to the peak.
+        total: the steps of the whole schedule; `warmup_stable_decay` decays in the last tenth of them.
+    """
+    from transformers import get_scheduler  # its module imports PEFT, which takes more than a second
+
+    own: dict[str, Any] = {"min_lr_rate": SMALLEST} if kind.endswith("with_min_lr") else {}
+    if kind == "warmup_stable_decay":
+        own = {"num_decay_steps": max(1, total // 10)}
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    if kind == "polynomial":
+        total = max(total, warmup + 1)  # it divides by what lies between
+    scheduler = get_scheduler(kind, optimizer, warmup, total, scheduler_specific_kwargs=own)
+    share: Callable[[int], float] = scheduler.lr_lambdas[0]
+    return share

@@ -23,7 +23,7 @@ from ci_llm.dry_run.context import CheckContext
 from ci_llm.errors import ConfigError, LaunchError
 from ci_llm.logs.trackers import require_installed
 from ci_llm.mirror.objects import open_objects, require_writable
-from ci_llm.run.setup import check_folder
+from ci_llm.run.trainer import check_folder
 
 PROBE_BYTES = 8 << 20
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ci_llm.core.determinism import generator_for
 from ci_llm.core.metrics_file import number, read_records
 from ci_llm.core.quantities import count, duration, short, size
@@ -30,11 +30,11 @@ from ci_llm.run.attempt import Attempt
 from ci_llm.run.evaluation import conclude
 from ci_llm.run.loop import Batches, steps, train
 from ci_llm.run.one_layer import record_bits
-from ci_llm.run.saving import contents_of
-from ci_llm.run.setup import assemble, build_crowd, set_determinism
+from ci_llm.run.reporting import contents_of
+from ci_llm.run.run_checkpoint import Resume
+from ci_llm.run.start.beginning import newest_source
 from ci_llm.run.start.loading import open_base, training_rows
-from ci_llm.run.start.resume import Resume, Source, newest_source
-from ci_llm.run.trainer import Trainer
+from ci_llm.run.trainer import Trainer, assemble, build_crowd, set_determinism
 
 TERMINATED = "signal:SIGTERM"
 GENERATED_TOKENS = 8
@@ -122,7 +122,7 @@ def checkpoint(context: CheckContext) -> str:
         for tensor in moments.values():
             tensor.zero_()
     source = _saved(context)
-    trainer.state = Resume(trainer.checkpoint, source).restore().state
+    trainer.state = Resume(trainer.checkpoint, source).restore()
     _compare(wanted, _bits(contents_of(trainer, context.attempt)[0]), str(source.folder))
     if result is None:  # on every process but the one that writes
         return ""
@@ -130,12 +130,12 @@ def checkpoint(context: CheckContext) -> str:
     return f"{size(result.nbytes)} written in {duration(result.seconds)}, read back bit for bit"
 
 
-def _saved(context: CheckContext) -> Source:
+def _saved(context: CheckContext) -> Checkpoint:
     """The checkpoint of the present step, which must be the newest."""
     step = context.trainer.state.step
     with context.processes.main_process_first():
         source = newest_source(context.attempt.manager)
-    if source is None or source.step != step:
+    if source is None or source.manifest.step != step:
         raise CheckpointError(f"the checkpoint of step {step} is not found again", where=str(context.scratch))
     return source
 
@@ -170,7 +170,7 @@ def interruption(context: CheckContext) -> str:
     if stop != TERMINATED or trainer.state.step != TOY_STEPS + 1:
         raise CiLlmError(f"a SIGTERM in step {TOY_STEPS + 1} stopped the run at step {trainer.state.step}: {stop}")
     source = _saved(context)
-    _compare(_bits(contents_of(trainer, context.attempt)[0]), _bits(source.checkpoint.state), str(source.folder))
+    _compare(_bits(contents_of(trainer, context.attempt)[0]), _bits(source.state), str(source.folder))
     return f"SIGTERM in step {trainer.state.step}: finished, saved and read back {duration(took)} later"
 
 

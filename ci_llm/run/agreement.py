@@ -14,16 +14,15 @@ from functools import partial
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd.objective import GrpoObjective
 from ci_llm.data.batches import MicroBatch
-from ci_llm.distributed.ballot import Ballot, Verdict
+from ci_llm.distributed.ballot import Ballot, StepSums, Verdict
+from ci_llm.run import gradients
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.one_layer import record_bits
-from ci_llm.run.saving import save_before_error
-from ci_llm.run.step.gradients import Sums, num_sums
+from ci_llm.run.reporting import save_before_error
 from ci_llm.run.step.out_of_memory import in_parts
 from ci_llm.run.step.requests import is_waiting
 from ci_llm.run.step.rollout import Rollout
 from ci_llm.run.trainer import Trainer
-from ci_llm.run.whole_step import objective_of_step
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +46,13 @@ def agree_on_gradients(trainer: Trainer, attempt: Attempt, step: int, micro_batc
             parts = in_parts(trainer.courses, micro_batches, trainer.micro_batch_size)
         else:
             parts = rollout.parts(trainer.micro_batch_size, trainer.state.recovery.parts_of_group)
-        objective, complaint = objective_of_step(trainer, step, parts, of_run)
+        objective, complaint = gradients.objective_of_step(trainer, step, parts, of_run)
         if objective is not None:
-            passes = replace(trainer.passes, objective=objective)
-            sums, complaint = unless_out_of_memory(partial(passes.compute_gradients, step, parts))
+            scale = trainer.state.loss_scale
+            computing = partial(gradients.compute_gradients, trainer, step, parts, objective, scale)
+            computed, complaint = unless_out_of_memory(computing)
             save_wanted |= attempt.interrupts.take_save_request()
-            verdict = trainer.processes.agree(_ballot(trainer, attempt, step, sums, save_wanted))
+            verdict = trainer.processes.agree(_ballot(trainer, attempt, step, computed, save_wanted))
             if not verdict.out_of_memory:
                 if rollout is not None:
                     _tell(trainer, attempt, step, rollout)
@@ -73,14 +73,12 @@ def _tell(trainer: Trainer, attempt: Attempt, step: int, rollout: Rollout) -> No
             logger.info(line)
 
 
-def _ballot(trainer: Trainer, attempt: Attempt, step: int, sums: Sums | None, save_wanted: bool) -> Ballot:
-    """The ballot of this process about the step; None as sums: it ran out of memory."""
+def _ballot(trainer: Trainer, attempt: Attempt, step: int, computed: Ballot | None, save_wanted: bool) -> Ballot:
+    """What `compute_gradients` returns, with what is asked for here; None as `computed`: memory ran out."""
     agents, is_main = trainer.crowd.num_agents, trainer.processes.is_main_process
-    return Ballot(
-        num_targets=sums.num_targets if sums else 0,
-        nonfinite=sums.nonfinite if sums else [False] * agents,
-        sums=sums.sums if sums else [0.0] * num_sums(agents, trainer.objective),
-        out_of_memory=sums is None,
+    size = StepSums.size(agents, metrics=len(trainer.objective.metric_names))
+    return replace(
+        computed or Ballot(0, [False] * agents, [0.0] * size, out_of_memory=True),
         stop=attempt.interrupts.stop_reason,
         save=save_wanted or (is_main and attempt.manager.should_save(step + 1)),
         request=is_main and is_waiting(trainer.config.run_folder),

@@ -156,10 +156,6 @@ class Attempt:
         self.log.report_save(self.manager.last_result)
         self.mirror.settle(stop)
 
-    def completed(self) -> None:
-        """Record that the work is done."""
-        self.status.finish("completed")
-
     def interrupted(self, reason: str) -> None:
         """Record and tell that the attempt was interrupted, at the step from which the same command resumes."""
         step = self.status.current.step

@@ -21,7 +21,7 @@ from ci_llm.errors import BadInput
 from ci_llm.interrupts import STOP_SIGNALS, Interrupts, die_with_parent
 
 if TYPE_CHECKING:
-    from ci_llm.run.end.result import Result
+    from ci_llm.run.result import Result
 
 
 _training = threading.Lock()

@@ -76,8 +76,6 @@ def keep_agents(trainer: Trainer, state: TrainState, kept: Sequence[int]) -> Non
     trainer.learning.keep_agents(kept)
     trainer.objective = objective_of(trainer.present_config, crowd)
     trainer.evaluator.objective, trainer.evaluator.rows = trainer.objective, trainer.evaluator.rows.of_agents(kept)
-    places = trainer.prepared.places
-    trainer.prepared = replace(trainer.prepared, places=[places[place] for place in kept] if places else ())
 
 
 def return_to(trainer: Trainer, saved: TrainState) -> None:
@@ -136,11 +134,10 @@ def _adapters_of(leaving: Collection[str], crowd: Crowd) -> Iterator[tuple[str, 
 def _take_requests(trainer: Trainer, attempt: Attempt) -> list[CrowdChange]:
     """On the main process: decide about the requests in the run's folder. They wait while the disk takes no record."""
     folder, decided, state = attempt.config.run_folder, [], trainer.state
-    dropped = {state.agents[place].number for place in trainer.nonfinite.dropped(state)}
     for waiting in read_waiting(folder):
         request = replace(waiting, step=state.step)
         if request.refused is None:
-            request = replace(request, refused=state.objection(request.change, dropped))
+            request = replace(request, refused=state.objection(request.change))
         if request.refused is None:
             state = state.with_planned([request.change]).after_changes()
         decided.append(request)

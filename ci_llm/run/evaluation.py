@@ -19,7 +19,7 @@ from ci_llm.checkpoints.layout import FINAL
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.config import Config
-from ci_llm.core.evaluation_file import Ending, Evaluation, Figure, RowSet, read_evaluation, write_evaluation
+from ci_llm.core.evaluation_file import BestSteps, Ending, Evaluation, Figure, RowSet, read_evaluation, write_evaluation
 from ci_llm.core.measures import LEAST_ROWS, JudgedBy, measures_of
 from ci_llm.core.quantities import count
 from ci_llm.core.run_folder import EVALUATION
@@ -33,9 +33,8 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint, RewardFailed
 from ci_llm.report.scores import rows_evaluated
 from ci_llm.run.attempt import Attempt
-from ci_llm.run.end.result import final_card, score_table
-from ci_llm.run.reporting import call_event
-from ci_llm.run.saving import save_before_error
+from ci_llm.run.reporting import call_event, save_before_error
+from ci_llm.run.result import final_card, score_table
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.trainer import Trainer
 
@@ -62,10 +61,6 @@ def evaluate(trainer: Trainer, attempt: Attempt) -> str | None:
         evaluator.last_scores = scores
         line = describe_scores(step, scores, evaluator.judged_by)
         logger.info(f"{line}{trainer.state.best_note}")
-        with trainer.metrics.paused():
-            example = evaluator.example(step)
-        if example is not None:
-            logger.info(describe_example(example, evaluator.judged_by))
         call_event(trainer, attempt, "on_evaluate", metrics=metrics)
         if trainer.is_finished:
             logger.info(f"early stopping after step {step}: {trainer.state.validation.described()}")
@@ -142,18 +137,12 @@ def describe_scores(step: int, scores: Scores, judged_by: JudgedBy = "exact_matc
     return f"{where} {crowd}; agents nll {fmean(agents_nll):.3f}, exact {fmean(agents):.3f}"
 
 
-def describe_example(example: Solved, judged_by: JudgedBy = "exact_match") -> str:
-    """A question, the answer of the crowd, and whether it is right; for free text the answer of the row."""
+def describe_example(example: Solved) -> str:
+    """A question, the answer of the crowd, and whether it is right."""
     *agents, crowd, _ = example.right
     verdict = "right" if crowd else f"wrong: {example.wanted} is right"
     verdict += f"; of {len(agents)} agents alone, {sum(agents)} answer right" if len(agents) > 1 else ""
-    return "\n".join(
-        [
-            f"question  {_end_of(example.question)}",
-            f"answer    {_end_of(example.answer)}",
-            f"          {verdict}" if judged_by == "exact_match" else f"reference {_end_of(example.wanted)}",
-        ]
-    )
+    return f"question  {_end_of(example.question)}\nanswer    {_end_of(example.answer)}\n          {verdict}"
 
 
 _SHOWN_CHARACTERS: Final = 400
@@ -256,15 +245,14 @@ def conclude(trainer: Trainer, attempt: Attempt) -> tuple[str | None, Evaluation
         if scores is not None and best is not None:
             scores = evaluator.scores(step, trainer.micro_batch_size)
         answers = evaluator.answers(step, trainer.micro_batch_size) if scores is not None else None
-        example = answers.example if answers is not None else evaluator.example(step)
     base = None if scores is None else evaluator.base(step, trainer.micro_batch_size, answers=answers is not None)
     stop = evaluator.vote.reason()
     if stop is not None or scores is None:
         return stop, None
     attempt.log.report_save(attempt.manager.last_result)
     attempt.log.end_progress()
-    if example is not None:
-        logger.info(describe_example(example, evaluator.judged_by))
+    if answers is not None and answers.example is not None:
+        logger.info(describe_example(answers.example))
     found = replace(_evaluation(trainer, attempt, step, scores, answers), base=base)
     _write_results(trainer, attempt, step, found)
     attempt.log.track(state.step, latest | result_metrics(found, state.names))
@@ -278,7 +266,10 @@ def _write_results(trainer: Trainer, attempt: Attempt, step: int, found: Evaluat
     card = final_card(found, trainer.crowd, config.all_dataset_names, step)
     with trainer.heartbeat.resting():
         _require_written(attempt.manager, trainer.processes)
-        added = {"README.md": card.encode(), **trainer.checkpoint.agents_tokenizers()}
+        # The tokenizer, with the chat template that was in force, beside each adapter: each may be used alone.
+        files = trainer.checkpoint.tokenizer_files.items()
+        tokenizers = {f"{agent}/{name}": data for agent in trainer.crowd.names for name, data in files}
+        added = {"README.md": card.encode(), **tokenizers}
         attempt.manager.saver.finish(added, step=None if step == trainer.state.step else step)
         _require_written(attempt.manager, trainer.processes)
     if attempt.manager.store.holds_lease():
@@ -322,12 +313,12 @@ def _evaluation(
         best_agent=best_agent(scores, answers, judged_by) if has_best else None,
         sets=tuple(scores_of_sets(scores, rows)),
         of_rows=parts_of_rows(scores, answers) if config.trial_steps else None,  # a sweep compares them
-        dropped=tuple(trainer.nonfinite.dropped(state)),
+        dropped=state.dropped,
         ending=Ending(
             last_step=state.step,
             agent_steps=state.agent_steps,
             stopped_early=state.step < trainer.total_steps,
-            best=state.best_steps,
+            best=BestSteps(state.validation.metric, state.validation.crowd, tuple(own.best for own in state.agents)),
             warning=attempt.status.current.warning,
         ),
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ci_llm import objectives
@@ -25,26 +26,23 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import monitored
 from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.trackers import require_installed
+from ci_llm.mirror.objects import open_objects
 from ci_llm.run.attempt import Attempt, end_at_once
 from ci_llm.run.crowd_changes import return_to
-from ci_llm.run.end.emergency_save import EmergencySave
-from ci_llm.run.end.result import Result, log_next_steps, push_result, write_page
-from ci_llm.run.end.watchdog import Stacks, Watchdog
+from ci_llm.run.emergency_save import EmergencySave
 from ci_llm.run.evaluation import conclude, known_conclusion, note_evaluation
 from ci_llm.run.loop import steps, train
-from ci_llm.run.mirroring import require_store
-from ci_llm.run.one_layer import choose_kernels, record_bits
-from ci_llm.run.reporting import call_event, describe_stop, keys_to_go_on, outlook, position
-from ci_llm.run.saving import contents_of
-from ci_llm.run.setup import build, check_folder, require_no_sweep
+from ci_llm.run.one_layer import choose_kernels, choose_threads, record_bits
+from ci_llm.run.reporting import call_event, contents_of, describe_stop, keys_to_go_on, outlook, position
+from ci_llm.run.result import Result, log_next_steps, push_result, write_page
+from ci_llm.run.run_checkpoint import Resume, config_of_checkpoint
 from ci_llm.run.start import beginning
 from ci_llm.run.start.loading import Loaded
-from ci_llm.run.start.resume import Resume, Source
 from ci_llm.run.step.callbacks import Callbacks
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.step.step_metrics import Learning
-from ci_llm.run.thread_trial import choose_threads
-from ci_llm.run.trainer import Trainer
+from ci_llm.run.trainer import Trainer, build, check_folder, require_no_sweep
+from ci_llm.run.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +106,8 @@ def joined(config: Config, launch: Launch, interrupts: Interrupts, code: Callabl
     """
     check_folder(config.run_folder)
     require_installed(config.report_to)
-    require_store(config)
+    if config.mirror is not None:
+        open_objects(config.mirror)  # refuses a store that this installation cannot use
     with ends_if_stopped(interrupts, Patience(), config.interrupted_exit_code):
         processes = Processes(config, launch=launch, interrupts=interrupts)
     try:
@@ -150,7 +149,7 @@ def run_among(
         ending.callback(_do_last_act, attempt, within)  # training.log takes its line only while the folder is leased
         with ends_if_stopped(interrupts, processes.patience, config.interrupted_exit_code):
             start, requests = _beginning(config, processes, attempt)
-            before = start.source.config if start.source else None
+            before = config_of_checkpoint(start.source) if start.source else None
             trainer = build(config, processes, attempt, loaded, before, given)
             if loaded is not None:
                 ending.callback(trainer.crowd.detach)
@@ -163,18 +162,17 @@ def run_among(
                 told = f"This run is complete at step {trainer.state.step}; nothing is left to do."
                 result = _completed(trainer, found, told, alone=loaded is None)
                 return result
-            with Stacks() as stacks:
-                batches = steps(trainer)  # forks its workers now, before the run has threads
-                _begin(trainer, attempt, start)
-                with attempt.recorded(lambda: trainer.state.step):
-                    _open(trainer, attempt)
-                    with _watched(trainer, attempt, stacks):
-                        call_event(trainer, attempt, "on_train_begin")
-                        stop = trainer.evaluator.vote.reason() or train(trainer, attempt, batches)
-                        if stop is None:
-                            stop, found = conclude(trainer, attempt)
-                        call_event(trainer, attempt, "on_train_end")
-                    attempt.settle(stop)
+            batches = steps(trainer)  # forks its workers now, before the run has threads
+            _begin(trainer, attempt, start)
+            with attempt.recorded(lambda: trainer.state.step):
+                _open(trainer, attempt)
+                with _watched(trainer, attempt):
+                    call_event(trainer, attempt, "on_train_begin")
+                    stop = trainer.evaluator.vote.reason() or train(trainer, attempt, batches)
+                    if stop is None:
+                        stop, found = conclude(trainer, attempt)
+                    call_event(trainer, attempt, "on_train_end")
+                attempt.settle(stop)
             result = _ended(trainer, attempt, stop, found, alone=loaded is None)
             return result
 
@@ -204,7 +202,7 @@ def _ended(trainer: Trainer, attempt: Attempt, stop: str | None, found: Evaluati
         attempt.interrupted(stop)
         result = Result("interrupted", trainer.state.step, trainer.config.run_folder, reason=stop)
     else:
-        attempt.completed()
+        attempt.status.finish("completed")
         but = f", but {warning}" if (warning := attempt.status.current.warning) else ""
         assert found is not None
         result = _completed(trainer, found, f"completed at step {trainer.state.step}{but}", alone=alone)
@@ -235,11 +233,12 @@ def _resume(trainer: Trainer, attempt: Attempt, start: beginning.Start, requests
     recorded: Any = {}
     if start.note:
         _log_line(start.note)
-    if start.source is None:
+    resume = None if start.source is None else Resume(trainer.checkpoint, start.source)
+    if resume is None:
         logger.info("resume    no checkpoint: a fresh start")
     else:
-        _restore(trainer, attempt, start, start.source)
-        recorded = start.source.checkpoint.manifest.info["surroundings"]
+        _restore(trainer, attempt, start, resume)
+        recorded = resume.source.manifest.info["surroundings"]
     trainer.state = beginning.apply_requests(trainer.state, requests)
     trainer.crowd.storage.pass_per_agent |= trainer.state.recovery.pass_per_agent
     if trainer.state.recovery.recompute:
@@ -252,32 +251,33 @@ def _resume(trainer: Trainer, attempt: Attempt, start: beginning.Start, requests
         logger.info(f"threads   {told}")
     # Of the rows of the checkpoint; a crowd of a sweep, made of others, has no digest yet.
     record_bits(trainer, recorded.get("layer", {}).get("lengths", ()))
-    if start.source is None:
-        return
-    attempt.exactness = Resume(trainer.checkpoint, start.source).restore_surroundings(trainer.state)
-    _log_line(f"exactness: {attempt.exactness}")
-    _recover_evaluation(trainer, attempt, from_log=start.is_own)
+    if resume is not None:
+        attempt.exactness = resume.restore_surroundings(trainer.state)
+        _log_line(f"exactness: {attempt.exactness}")
+        _recover_evaluation(trainer, attempt, from_log=start.is_own)
 
 
-def _restore(trainer: Trainer, attempt: Attempt, start: beginning.Start, source: Source) -> None:
+def _restore(trainer: Trainer, attempt: Attempt, start: beginning.Start, resume: Resume) -> None:
     """Bring the run to the step of the checkpoint; order, length and schedule follow from it."""
-    resume, saved = Resume(trainer.checkpoint, source), TrainState.from_dict(source.checkpoint.state["train_state"])
+    source = resume.source
+    saved = TrainState.from_dict(source.state["train_state"])
     if saved.history.made:
         resume.require_same_settings()  # before its agents look for their rows in these settings
     return_to(trainer, saved)
-    restored = resume.restore()
-    trainer.state, attempt.log.known_tracker_state = restored.state, restored.trackers
+    trainer.state, attempt.log.known_tracker_state = resume.restore(), dict(source.state["trackers"])
     step, last = trainer.state.step, trainer.total_steps
     if trainer.is_finished and not start.is_own:
         raise beginning.nothing_to_train(step, last, source.folder)
     if start.is_own:  # else the interval was another run's
-        trainer.metrics.load(source.checkpoint.manifest.info)
-    logger.info(f"resume    step {step} of {last}, verified, from {source.shown}")
+        trainer.metrics.load(source.manifest.info)
+    here, folder = Path.cwd(), source.folder
+    shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    logger.info(f"resume    step {step} of {last}, verified, from {shown}")
     if step > last:
         key = "epochs" if trainer.config.max_train_steps is None else "max_train_steps"
         taken = f"this run has taken {step} steps already, more than the {last} of {key}"
         logger.warning(f"{taken}: it ends here; restart_from=STEP goes back")
-    for line in restored.lines:
+    for line in resume.told_changes():
         _log_line(line)
 
 
@@ -353,7 +353,7 @@ def _open(trainer: Trainer, attempt: Attempt) -> None:
 
 
 @contextmanager
-def _watched(trainer: Trainer, attempt: Attempt, stacks: Stacks) -> Iterator[None]:
+def _watched(trainer: Trainer, attempt: Attempt) -> Iterator[None]:
     """Watch the run within the block: hardware, walltime, grace and progress."""
 
     def step() -> int:
@@ -370,6 +370,6 @@ def _watched(trainer: Trainer, attempt: Attempt, stacks: Stacks) -> Iterator[Non
         monitored(config.run_folder, attempt.manager.store.holds_lease) if watched else nullcontext(),
         watch_walltime(config.max_runtime, processes.launch, attempt.pace, attempt.interrupts) as walltime,
         EmergencySave(attempt, trainer.checkpoint.optimizer, walltime, step, save_last),
-        Watchdog(attempt, trainer.heartbeat, step, stacks),
+        Watchdog(attempt, trainer.heartbeat, step),
     ):
         yield

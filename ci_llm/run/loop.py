@@ -1,13 +1,12 @@
 """The training loop: one optimizer step of all agents, from the rows of a batch to the weights after it. Read it first.
 
-`setup.py` builds the `Trainer`, and `job.py` hands it to `train` with the `Attempt` and the batches of `steps`.
+`trainer.py` builds the `Trainer`, and `job.py` hands it to `train` with the `Attempt` and the batches of `steps`.
 Every step goes the same way, on all processes alike:
 
-1. An objective of pairs or rated rows learns what it has to know of the whole step (whole_step.py); agents that
-   learn by rewards draw their completions (step/rollout.py).
-2. Each process runs its micro-batches through the frozen base, forward and backward (step/gradients.py). A micro-batch
-   takes one pass for all agents, or with `pass_per_agent` one pass for each, which gives an agent the bits that it has
-   alone.
+1. Agents that learn by rewards draw their completions (step/rollout.py).
+2. Each process runs its micro-batches through the frozen base, forward and backward (gradients.py). A micro-batch takes
+   one pass for all agents, or with `pass_per_agent` one pass for each, which gives an agent the bits that it has alone.
+   Before, an objective of pairs or rated rows learns what it has to know of the whole step.
 3. `agree_on_gradients`: ONE ballot. It adds up losses and targets, and tells all processes which agents are not finite,
    whether memory ran out, and whether somebody wants to stop, to save or to change the crowd (agreement.py).
 4. `apply_gradients`: one all-reduce of the flat gradient, or one for each agent. Each agent's part becomes a mean over
@@ -21,7 +20,6 @@ Legend: K agents.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, islice
 from typing import TypeAlias
 
@@ -34,8 +32,7 @@ from ci_llm.run.agreement import agree_on_gradients
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.crowd_changes import change_crowd
 from ci_llm.run.evaluation import evaluate
-from ci_llm.run.reporting import call_event, report
-from ci_llm.run.saving import save
+from ci_llm.run.reporting import call_event, report, save
 from ci_llm.run.step.nonfinite import findings_of
 from ci_llm.run.trainer import Trainer
 
@@ -58,8 +55,7 @@ def train(trainer: Trainer, attempt: Attempt, batches: Batches) -> str | None:
         attempt.pace.begin_step()
         known_bad = trainer.state.recovery.is_bad_batch(step, trainer.courses.rows_of_step)
         verdict = agree_on_gradients(trainer, attempt, step, [] if known_bad else micro_batches)
-        dropped = trainer.nonfinite.dropped(trainer.state)
-        findings = findings_of(verdict, trainer.state.loss_scale, known_bad=known_bad, dropped=dropped)
+        findings = findings_of(verdict, trainer.state, known_bad=known_bad)
         norms = apply_gradients(trainer, step, verdict, findings.left_out)
         num_rows = trainer.courses.num_rows_of(step)
         state = trainer.state.advance(num_rows, findings.tokens, findings.left_out, findings.overflowed)
@@ -93,11 +89,11 @@ def steps(trainer: Trainer) -> Batches:
         trainer.prepare(loader)
         batches = iter(accelerator.skip_first_batches(trainer.prepared.loader, sampler.before(step)))
         batches = chain([*islice(batches, 1)] if workers else [], batches)  # starts them, before the run has threads
-    trainer.prepared = replace(trainer.prepared, places=range(trainer.crowd.num_agents))
+    numbers = trainer.state.numbers  # of the agents in these batches
 
     def of_step(step: int) -> tuple[int, list[MicroBatch]]:
         dealt = [batch for batch in islice(batches, sampler.micro_steps(step)) if batch]
-        return step, of_agents(dealt, trainer.prepared.places)
+        return step, of_agents(dealt, [numbers.index(number) for number in trainer.state.numbers])
 
     # One at a time, when it is asked for: the crowd may change between two steps.
     return map(of_step, range(step, trainer.total_steps))

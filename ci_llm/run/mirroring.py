@@ -20,8 +20,7 @@ from ci_llm.core.run_folder import BEGINNING, CROWD_CHANGES, EVALUATION, PUSH_RE
 from ci_llm.interrupts import Interrupts
 from ci_llm.mirror.filling import fill
 from ci_llm.mirror.head import Found
-from ci_llm.mirror.objects import open_objects
-from ci_llm.mirror.sender import Mirror, MirrorState
+from ci_llm.mirror.sender import Mirror
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +42,6 @@ REQUEUE_S: Final = 4.0
 SHARE_BEFORE_STATUS: Final = 0.6
 
 
-def require_store(config: Config) -> None:
-    """Refuse a mirror whose store this installation cannot use, before anything is loaded. Raises BadInput."""
-    if config.mirror is not None:
-        open_objects(config.mirror)
-
-
 class RunMirror:
     """The mirror of one run, if it has one."""
 
@@ -64,11 +57,8 @@ class RunMirror:
                 keep=config.save_total_limit,
                 files=RUN_FILES,
                 max_mb_per_s=config.mirror_max_mb_per_s,
-                on_change=self._tell,
+                on_change=lambda state: self.on_change(asdict(state)),
             )
-
-    def _tell(self, state: MirrorState) -> None:
-        self.on_change(asdict(state))
 
     def fill_disk(self) -> None:
         """Copy the newest step that verifies to the disk, if only the mirror has it, before anything is decided.

@@ -1,4 +1,7 @@
-"""What a run tells between two steps: people how far it is, its files how it goes, callbacks their events."""
+"""What a run leaves between two steps: lines for people, metrics and checkpoints in its files, events for callbacks.
+
+`RunCheckpoint` collects what a checkpoint holds (run_checkpoint.py).
+"""
 
 from __future__ import annotations
 
@@ -92,6 +95,47 @@ def call_event(trainer: Trainer, attempt: Attempt, event: Event, **values: Mappi
         with trainer.heartbeat.resting():
             if attempt.callbacks.call_event(event, trainer.config, state, values) and not trainer.is_finished:
                 attempt.interrupts.request_stop(STOPPED_BY_CALLBACK)
+
+
+def contents_of(
+    trainer: Trainer, attempt: Attempt, generators: Sequence[dict[str, Any] | None] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The contents of a checkpoint of the present step, and the information for its manifest.
+
+    Args:
+        generators: see `RunCheckpoint.contents`.
+    """
+    state, checkpoint = trainer.state, trainer.checkpoint
+    rate = trainer.last_learning_rate if state.step else trainer.learning_rate(0)
+    contents = checkpoint.contents(state, rate, attempt.log.tracker_state(), generators)
+    info = {  # the position, and what a resume compares
+        "epoch": trainer.courses.epoch(state.step),
+        "position": state.samples_seen,
+        "fingerprints": checkpoint.fingerprints,
+        "surroundings": checkpoint.surroundings(state),
+    }
+    return contents, info | trainer.metrics.record()
+
+
+def save(trainer: Trainer, attempt: Attempt) -> None:
+    """Begin a checkpoint of where the run stands. A collective."""
+    manager, step = attempt.manager, trainer.state.step
+    logger.debug("step %d: save begins; the one before: %s", step, manager.last_result)
+    contents, info = contents_of(trainer, attempt)
+    with trainer.heartbeat.resting():  # a slow disk is no hang
+        keep = {*trainer.kept_steps, *attempt.mirror.sending}
+        begun = manager.save(step, contents, force=True, info=info, keep=keep)
+    if begun:
+        call_event(trainer, attempt, "on_save")
+
+
+def save_before_error(trainer: Trainer, attempt: Attempt) -> None:
+    """Save where the run stands, unless that is done, before an error that ends it on all processes. A collective."""
+    manager, step = attempt.manager, trainer.state.step
+    manager.wait_until_finished()
+    if step and trainer.processes.broadcast_object(manager.latest_step()) != step:
+        save(trainer, attempt)
+        manager.wait_until_finished()
 
 
 def position(trainer: Trainer, losses: Sequence[float] = ()) -> Position:

@@ -1,4 +1,11 @@
-"""The checkpoint of a run: what each save collects (saving.py); start/resume.py restores the run from one."""
+"""The checkpoint of a run: what each save (reporting.py) collects, how a run resumes from one, and how exactly.
+
+The log names a grade of exactness: `bitwise` (the names of `core/numerics.py` and the digest of a layer are those of
+the checkpoint, and so are processes, micro-batch and threads), `sample-exact` (the same samples in the same optimizer
+steps; sums may round differently), or `state-exact` (the same state to resume from, on a device that may round
+differently each time). It adds which keys make it another run from here on, because rows, mathematics or the schedule
+are others.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +17,37 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ci_llm.base.load import Base
+from ci_llm.base.load import Base, short_name
+from ci_llm.checkpoints.checkpoint import Checkpoint
 from ci_llm.checkpoints.saver import EachProcess
-from ci_llm.config import Config
+from ci_llm.config import Change, Config, as_typed, parse_config
 from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
+from ci_llm.config.schema import with_trait
 from ci_llm.core import determinism
-from ci_llm.crowd.crowd import Crowd, state_of
+from ci_llm.core.numerics import differences
+from ci_llm.crowd.crowd import Crowd, load_state, shape_of, state_of
 from ci_llm.crowd.given_path import META
 from ci_llm.crowd.importing import fingerprint_of_start
 from ci_llm.data.agent_rows import fingerprint_of
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
-from ci_llm.run.step.last_good import LastGood
+from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError, ForeignCheckpoint
+from ci_llm.run.step.nonfinite import LastGood, placed
 from ci_llm.run.step.state import TrainState
 
 STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
+#: Keys whose effect `RunCheckpoint.surroundings` records, such as that of `batch_size`; the effect is compared.
+_RECORDED: Final = frozenset(with_trait("recorded"))
+#: The surroundings that are compared one by one.
+_COUNTED: Final = ("processes", "micro_batch", "threads", "pass_per_agent", "kernels", "shared_prompts", "all_reduce")
+
+
+#: Fingerprints that must be the same in a resumed run, and the message about another one.
+_OTHER_INPUTS: Final = {
+    "data": "the training rows are not those of the checkpoint: another data set, tokenizer, template or length,"
+    " or a ci-llm that reads them in another way",
+    "start": "the adapters of init_from are not those that agents were compared with: put those back",
+}
 
 
 @dataclass
@@ -56,7 +79,9 @@ class RunCheckpoint:
     def description(self) -> dict[str, Any]:
         """What each checkpoint of the present crowd holds alike, by the names of its files."""
         present = self.present_config
-        settings = {"agents": _settings_of_agents(present)} if present.agents else {}
+        each = zip(present.agent_names, present.each_agent, strict=True)
+        own = [{NAME: name, **to_plain({key: getattr(agent, key) for key in OWN_KEYS})} for name, agent in each]
+        settings = {"agents": own} if present.agents else {}
         state = state_of(self.crowd, self.base.fingerprint, **settings)
         return {
             # The tensors of agents move to new memory whenever the crowd is prepared: a save looks for them itself.
@@ -118,23 +143,9 @@ class RunCheckpoint:
             "rng": known if generators else EachProcess(determinism.capture()),
         }
 
-    def agents_tokenizers(self) -> dict[str, bytes]:
-        """The tokenizer, with the chat template that was in force, beside each adapter: each may be used alone."""
-        files = self.tokenizer_files.items()
-        return {f"{agent}/{name}": data for agent in self.crowd.names for name, data in files}
-
     def named_rows(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Name and weights of each agent, as the optimizer's moments are saved."""
         return zip(self.crowd.names, self.crowd.storage.rows, strict=True)
-
-    def info(self, state: TrainState, epoch: float) -> dict[str, Any]:
-        """The information for the manifest: the position, and what a resume compares."""
-        return {
-            "epoch": epoch,
-            "position": state.samples_seen,
-            "fingerprints": self.fingerprints,
-            "surroundings": self.surroundings(state),
-        }
 
     def surroundings(self, state: TrainState) -> dict[str, Any]:
         """What surrounds the run and must be the same for a run to have the same bits."""
@@ -158,14 +169,202 @@ class RunCheckpoint:
         }
 
 
-def _settings_of_agents(config: Config) -> list[dict[str, Any]]:
-    """Name and settings of every agent, as plain values."""
-    return [
-        {NAME: name, **to_plain({key: getattr(own, key) for key in OWN_KEYS})}
-        for name, own in zip(config.agent_names, config.each_agent, strict=True)
-    ]
-
-
 def in_episode(state: TrainState) -> list[int]:
     """The places of agents in an episode of nonfinite steps."""
     return [k for k, agent in enumerate(state.agents) if agent.recovery.episode_start is not None]
+
+
+def config_of_checkpoint(checkpoint: Checkpoint) -> Config:
+    """The configuration with which a checkpoint was made. Raises CheckpointError if it cannot be read."""
+    where = str(checkpoint.folder)
+    try:
+        return parse_config(checkpoint.state["config.yaml"].decode(), where)
+    except ConfigError as error:
+        raise CheckpointError(f"its config.yaml cannot be read: {error.what}", where=where) from error
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A run that resumes.
+
+    Attributes:
+        run: the present run, which compares itself with the checkpoint and takes its contents.
+        source: the checkpoint, which was verified.
+    """
+
+    run: RunCheckpoint
+    source: Checkpoint
+
+    @cached_property
+    def _config(self) -> Config:
+        return config_of_checkpoint(self.source)
+
+    @property
+    def _fingerprints(self) -> Any:
+        """`RunCheckpoint.fingerprints` of when it was made."""
+        return self.source.manifest.info["fingerprints"]
+
+    def restore(self) -> TrainState:
+        """Put weights and moments of the checkpoint in place. Nothing is changed if the checkpoint does not fit.
+
+        Returns:
+            the state beside them.
+
+        Raises:
+            ForeignCheckpoint: another K, rank, base or data.
+            BadInput: a changed configuration would train on other samples or with other mathematics.
+        """
+        saved = self.source.state
+        changes = self._changes()
+        self._require_same_crowd(changes)
+        self.require_same_settings()
+        for key, what in _OTHER_INPUTS.items():
+            is_same = self._fingerprints.get(key) == self.run.fingerprints.get(key)
+            if not (is_same or self.run.config.allow_inexact_resume):
+                raise self._refusal(ForeignCheckpoint, what, changes, but="the new ones")
+        state = TrainState.from_dict(saved["train_state"])
+        self.run.stopped.update({key: value for key, value in saved.items() if key.startswith(STOPPED)})
+        load_state(self.run.crowd, saved, str(self.source.folder))
+        for name, row in self.run.named_rows():
+            self.run.optimizer.state[row] = placed(saved["optimizer"].get(name, {}), row, self.run.optimizer)
+        self.run.last_good.load(in_episode(state), saved["guard"])
+        return state
+
+    def told_changes(self) -> Iterator[str]:
+        """What has changed since the checkpoint, for people."""
+        changes = self._changes()
+        for change in changes:
+            if change.kind != "free" or not change.keeps_bits:
+                yield f"changed since then: {change.key} {change.old} -> {change.new}"
+        if any(change.kind == "schedule" for change in _bits_changing(changes, self.run.config)):
+            yield (
+                "the schedule follows the new length from here;"
+                " a run of this length from step 0 ends with other weights"
+            )
+
+    def restore_surroundings(self, state: TrainState) -> str:
+        """Set the generators as they were; returns the grade, and what lowers it, for people. `bits` are recorded."""
+        before: Any = self.source.manifest.info["surroundings"]
+        same_processes = before["processes"] == self.run.processes.num_processes
+        now = self.run.surroundings(state)
+        if self.run.crowd.device.type != "cpu":
+            now["threads"] = before["threads"]  # they compute no step
+        odd = [f"{key} {before[key]} -> {now[key]}" for key in _COUNTED if before[key] != now[key]]
+        odd += differences(before, now)
+        precision, precision_now = self._precisions()
+        if precision != precision_now:
+            odd.append(f"precision of the base {precision} -> {precision_now}")
+        odd += self._restore_generators(self.source.state["rng"], state.step, same_processes)
+        changes = _bits_changing(self._changes(), self.run.config)
+        odd += [f"{change.key} {change.old} -> {change.new}" for change in changes if change.kind == "free"]
+        odd += _other_bits(before, now, odd)
+        others = [change.key for change in changes if change.kind != "free"]
+        if self._fingerprints["data"] != self.run.fingerprints["data"]:
+            others.append("training rows")
+        grade = "bitwise"
+        if odd or not now["deterministic"]:
+            unsure = [] if now["deterministic"] else ["deterministic=true alone takes the same bits from every kernel"]
+            grade = f"{'sample' if odd else 'state'}-exact ({'; '.join(odd + unsure)})"
+        return f"{grade}; another run from here on ({', '.join(others)})" if others else grade
+
+    def _restore_generators(self, saved: Any, step: int, same_processes: bool) -> list[str]:
+        """Set the global generators; returns the reasons why they are not as they were.
+
+        With as many processes as before, each process gets its own generators back. With another number, rows are dealt
+        in another way, and the generators begin from a key, so that a repeated resume draws the same. Every micro-step
+        sets them by a key in any case: this is for what draws between the steps, such as a callback.
+        """
+        index, count = self.run.processes.process_index, self.run.processes.num_processes
+        if not same_processes:
+            determinism.seed_everything(self.run.config.seed, "processes", step, count, index)
+            return []  # the numbers of processes are named already
+        odd = [f"no generators of process {i}" for i in range(count) if f"process{i}" not in saved]
+        own = saved.get(f"process{index}")
+        if own is not None and (hindrance := determinism.restore(own)):
+            odd.append(hindrance)
+        return odd
+
+    def _require_same_crowd(self, changes: Sequence[Change]) -> None:
+        meta: Any = self.source.state[META]
+        own: Any = self.run.description[META]
+        before, now = shape_of(self.source.state), shape_of({META: own})
+        pairs = {key: (before[key], now[key]) for key in now}
+        if not self._is_same_base():
+            pairs |= {
+                "model_name": (short_name(meta["base_model_name_or_path"]), short_name(self.run.base.name)),
+                "weights of the base": (meta["base_fingerprint"], own["base_fingerprint"]),
+            }
+        odd = [f"{name} was {before!r}, is {now!r}" for name, (before, now) in pairs.items() if before != now]
+        if odd:
+            what = f"the run in this folder has another crowd: {'; '.join(odd)}"
+            raise self._refusal(ForeignCheckpoint, what, changes)
+
+    def require_same_settings(self) -> None:
+        """Refuse a changed configuration that would train on other samples or with other mathematics.
+
+        Raises:
+            BadInput: unless `allow_inexact_resume` is set.
+        """
+        changes = self._changes()
+        breaking = [c for c in changes if c.kind == "sample-exact"]
+        if breaking and not self.run.config.allow_inexact_resume:
+            listed = "; ".join(f"{c.key} was {c.old}, is {c.new}" for c in breaking)
+            what = f"the run in this folder has other settings: {listed}"
+            raise self._refusal(BadInput, what, changes, but="the new settings")
+
+    def _refusal(self, kind: type[CiLlmError], what: str, changes: Sequence[Change], but: str = "") -> CiLlmError:
+        """The error of a run that is not that of the checkpoint.
+
+        Args:
+            but: what `allow_inexact_resume` continues with.
+        """
+        ways = [
+            "experiment_name=NAME begins a new run beside it",
+            "overwrite_output_dir=true begins here and moves the old run aside",
+        ]
+        if old := [f"{each.key}={as_typed(each.old)}" for each in changes if each.kind == "sample-exact"]:
+            ways.append(f"{' '.join(old)} continues the old run")
+        if but:
+            ways.append(f"allow_inexact_resume=true continues with {but} from this step")
+        return kind(what, where=str(self.source.folder), hint="; ".join(ways))
+
+    def _changes(self) -> list[Change]:
+        """What differs from the settings of the checkpoint; `model_dtype` by what it means on this device."""
+        before, now = self._precisions()
+        return [c for c in self._config.diff(self.run.config) if c.key != "model_dtype" or before != now]
+
+    def _is_same_base(self) -> bool:
+        """True if the base has the weights of the checkpoint, bit by bit.
+
+        If another device loads them in another precision (`model_dtype: null`), they are compared rounded to bf16.
+        """
+        (before, now), base = self._precisions(), self.run.base
+        key, own = ("base", base.fingerprint) if before == now else ("base_rounded", base.rounded_fingerprint)
+        return bool(self._fingerprints[key] == own)
+
+    def _precisions(self) -> tuple[str, str]:
+        """The precision of the base, in the checkpoint and here."""
+        before, now = self.source.state[META], self.run.description[META]
+        return before["base_dtype"], now["base_dtype"]
+
+
+def _bits_changing(changes: Sequence[Change], config: Config) -> list[Change]:
+    """The changes after which steps have other bits than those of the run as it was."""
+    schedules = {own.lr_scheduler_type for own in config.each_agent}
+    follows_length = config.trial_steps is None and schedules != {"constant"}  # the learning rate of a step
+    return [
+        change
+        for change in changes
+        if not change.keeps_bits and change.key not in _RECORDED and (change.kind != "schedule" or follows_length)
+    ]
+
+
+def _other_bits(before: Mapping[str, Any], now: Mapping[str, Any], odd: Sequence[str]) -> Iterator[str]:
+    """The difference of the digests, for people; nothing if one is missing, or may change by itself."""
+    if "layer" not in before or before["processes"] != now["processes"] or not now["deterministic"]:
+        return
+    old, new = before["layer"]["digests"], now["layer"]["digests"]
+    if None in (*old, *new):
+        yield "memory did not hold the layer that is compared"
+    elif old != new:
+        yield f"{'' if odd else 'the same names, and '}other bits in a layer"

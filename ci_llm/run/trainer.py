@@ -1,36 +1,58 @@
-"""`Trainer`: what trains the agents of a run, and the state that moves with every step.
+"""`Trainer`: what trains the agents of a run, and the state that moves with every step; and how its parts are joined.
 
-`setup.py` joins its parts. What is beside the training is the `Attempt`'s: log, mirror, signals.
+They are loaded and checked first: everything that can be refused is refused before the first file is written. What is
+beside the training is the `Attempt`'s: log, mirror, signals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from accelerate import Accelerator
+import torch
 from accelerate.utils import model_has_dtensor
 from torch import nn
-from torch.optim import Optimizer
+from torch.utils import deterministic
 
 from ci_llm.agents.agent import Agent, courses_of
-from ci_llm.config import Config
+from ci_llm.base.load import Base
+from ci_llm.base.targets import absent_targets
+from ci_llm.config import Config, as_typed
+from ci_llm.config.own_keys import NAME
+from ci_llm.core.run_folder import OF_A_RUN, SWEEP
+from ci_llm.crowd.completions import Drawer
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
 from ci_llm.crowd.objective import TrainedObjective
-from ci_llm.data.agent_rows import Courses
+from ci_llm.data.agent_rows import Courses, EvaluationRows
+from ci_llm.data.prompts import Prompter, tokenizer_files
+from ci_llm.data.sources import row_kind
+from ci_llm.data.tokens import TokenizedRows
+from ci_llm.distributed.precision import slow_bf16
 from ci_llm.distributed.processes import Processes, peer_errors
+from ci_llm.errors import ConfigError
+from ci_llm.run.attempt import Attempt
 from ci_llm.run.run_checkpoint import RunCheckpoint
-from ci_llm.run.start.agent_settings import config_of
-from ci_llm.run.step.evaluator import Evaluator
-from ci_llm.run.step.gradients import TrainingPasses
-from ci_llm.run.step.nonfinite import NonFiniteResponse
+from ci_llm.run.start import agent_settings, loading
+from ci_llm.run.start.cost_model import settle
+from ci_llm.run.step.evaluator import Evaluator, StopVote
+from ci_llm.run.step.nonfinite import LastGood, NonFiniteResponse
 from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.rollout import Rollouts
-from ci_llm.run.step.rounds import Heartbeat
-from ci_llm.run.step.state import TrainState
+from ci_llm.run.step.state import TrainState, Validation
 from ci_llm.run.step.step_metrics import Learning, StepMetrics
+from ci_llm.run.watchdog import Heartbeat
+
+logger = logging.getLogger(__name__)
+
+PROBE_BYTES = 1 << 20
+INITIAL_LOSS_SCALE = 2.0**16  # PyTorch's GradScaler starts there as well
 
 
 @dataclass(frozen=True)
@@ -41,38 +63,11 @@ class Prepared:
         model: the crowd; on several processes a DistributedDataParallel around it.
         optimizer: moves the agents.
         loader: the micro-batches of this process.
-        places: for each agent its place in these micro-batches.
     """
 
     model: nn.Module
     optimizer: Any
     loader: Any = None
-    places: Sequence[int] = ()
-
-
-def prepared(
-    before: Prepared, accelerator: Accelerator, crowd: nn.Module, optimizer: Optimizer, loader: Any
-) -> Prepared:
-    """What Accelerate makes of crowd, optimizer and loader: again after each change of the crowd. A collective.
-
-    On several processes DistributedDataParallel wraps the crowd, without the frozen base, which each has loaded. Where
-    each process holds a part of the base the crowd stays as it is: its gradients are reduced in the same way.
-
-    Args:
-        before: what was prepared last, which the accelerator forgets.
-    """
-    accelerator.unwrap_model(before.model, keep_fp32_wrapper=False)
-    accelerator.free_memory()
-    tensors = *crowd.named_parameters(), *crowd.named_buffers()
-    ignored: Any = [name for name, tensor in tensors if not tensor.requires_grad]
-    crowd._ddp_params_and_buffers_to_ignore = ignored
-    with peer_errors():
-        if model_has_dtensor(crowd):  # DDP refuses a base that is spread over the processes
-            model = accelerator.prepare_model(crowd, evaluation_mode=True)
-            optimizer, loader = accelerator.prepare(optimizer, loader)
-        else:
-            model, optimizer, loader = accelerator.prepare(crowd, optimizer, loader)
-    return Prepared(model, optimizer, loader, before.places)
 
 
 @dataclass
@@ -116,31 +111,31 @@ class Trainer:
     @property
     def present_config(self) -> Config:
         """The configuration with the agents that stand in the crowd now."""
-        return config_of(self.config, self.state.numbers)
+        return agent_settings.config_of(self.config, self.state.numbers)
 
     @property
     def micro_batch_size(self) -> int:
         """Rows per process and micro-step: as configured, or fewer where memory or the supervisor asks for it."""
         return self.state.recovery.limit(self.config.batch_size)
 
-    @property
-    def passes(self) -> TrainingPasses:
-        """The passes of a step, forward and backward."""
-        accelerator, scale = self.processes.accelerator, self.state.loss_scale
-        return TrainingPasses(
-            accelerator,
-            self.prepared.model,
-            self.crowd,
-            self.objective,
-            self.config.seed,
-            scale,
-            self.heartbeat.tick,
-        )
-
     def prepare(self, loader: Any) -> None:
-        """Let Accelerate prepare the crowd, its optimizer and the loader. A collective."""
-        accelerator, optimizer = self.processes.accelerator, self.checkpoint.optimizer
-        self.prepared = prepared(self.prepared, accelerator, self.crowd, optimizer, loader)
+        """Let Accelerate prepare crowd, optimizer and loader: again after each change of the crowd. A collective.
+
+        On several processes DistributedDataParallel wraps the crowd, without the frozen base, which each has loaded.
+        Where each process holds a part of the base the crowd stays as it is: its gradients are reduced in the same way.
+        """
+        accelerator, crowd, optimizer = self.processes.accelerator, self.crowd, self.checkpoint.optimizer
+        accelerator.unwrap_model(self.prepared.model, keep_fp32_wrapper=False)
+        accelerator.free_memory()  # of what was prepared before
+        tensors = *crowd.named_parameters(), *crowd.named_buffers()
+        ignored: Any = [name for name, tensor in tensors if not tensor.requires_grad]
+        crowd._ddp_params_and_buffers_to_ignore = ignored
+        with peer_errors():
+            if model_has_dtensor(crowd):  # DDP refuses a base that is spread over the processes
+                model = accelerator.prepare_model(crowd, evaluation_mode=True)
+                self.prepared = Prepared(model, *accelerator.prepare(optimizer, loader))
+            else:
+                self.prepared = Prepared(*accelerator.prepare(crowd, optimizer, loader))
 
     def rate_of(self, agent: Agent, step: int) -> float:
         """The learning rate of an agent at a 0-based step: that of its schedule, less what faults have cut."""
@@ -183,3 +178,193 @@ class Trainer:
         """The steps whose checkpoints stay, because they are the best ones."""
         best = self.state.validation.best_step
         return {best} if self.config.keeps_best and best is not None else set()
+
+
+def require_no_sweep(folder: Path) -> None:
+    """Refuse the folder of a sweep, whose runs lie below it.
+
+    Raises:
+        ConfigError: the folder holds a sweep.
+    """
+    if (folder / SWEEP).exists():
+        raise ConfigError(
+            "this folder holds a sweep and not a run",
+            where=f"output_dir: {folder}",
+            hint="experiment_name=NAME, or another output_dir, for the run",
+        )
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written; found out by a temporary file, which leaves no trace.
+
+    Raises:
+        ConfigError: the folder is read-only, full, or not a folder; or a folder in it has the name of a file of a run.
+    """
+    if in_the_way := [name for name in OF_A_RUN if Path(name).suffix and (folder / name).is_dir()]:
+        raise ConfigError(
+            f"a folder has the name of a file that a run writes: {', '.join(in_the_way)}",
+            where=f"output_dir: {folder}",
+            hint="move it away, or give another output_dir",
+        )
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=place) as probe:
+            probe.write(bytes(PROBE_BYTES))
+            probe.flush()
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can be written here: {error.strerror}",
+            where=f"output_dir: {folder}",
+            hint="give an output_dir on a disk that has space and may be written",
+        ) from error
+
+
+def build(
+    config: Config,
+    processes: Processes,
+    attempt: Attempt,
+    loaded: loading.Loaded | None = None,
+    before: Config | None = None,
+    given: Base | None = None,
+) -> Trainer:
+    """Load, check and join everything a run needs, at step 0; logs what it found.
+
+    Args:
+        loaded: base and rows of an earlier run of this process, whose crowd has left the base; None to load them.
+        before: the settings of the checkpoint that the run resumes from.
+        given: a base that is loaded already, by a call in Python.
+
+    Raises:
+        BadInput: the model, the data or their combination cannot be trained; nothing was created.
+    """
+    set_determinism(config)
+    config, line = processes.settle_precision(config.settled_as(before))
+    if line:
+        logger.info(f"precision {line}")
+    if slow := slow_bf16(config):
+        logger.warning(f"precision {slow}")
+    loaded = loaded or loading.load(config, processes, before.max_seq_length if before else None, given)
+    loaded = loaded.for_agents(config.num_agents)
+    base, rows = loaded.base, loaded.rows
+    config = config.model_copy(update=loaded.settled)
+    for line in config.told_auto():
+        logger.info(f"auto      {line}")
+    config = settle(config, rows, processes, given and given.model.config)
+    eval_rows = EvaluationRows.of(loaded.eval_rows)  # answers alone are evaluated, whatever is learned
+    crowd = build_crowd(config, base, processes)
+    crowd.prompter = Prompter(base.tokenizer, loading.common_form(config, rows))
+    loading.describe_rows(config, rows, eval_rows)
+    return assemble(
+        config, processes, attempt, base, crowd, loading.training_rows(config, rows), eval_rows, loaded.judged
+    )
+
+
+def assemble(
+    config: Config,
+    processes: Processes,
+    attempt: Attempt,
+    base: Base,
+    crowd: Crowd,
+    rows: Sequence[TokenizedRows],
+    eval_rows: EvaluationRows,
+    judged: Sequence[TokenizedRows] = (),
+) -> Trainer:
+    """The trainer at step 0, of parts that are ready; for `judged` see `Loaded`."""
+    heartbeat, holds_lease = Heartbeat(), attempt.manager.store.holds_lease
+    rows_per_step = config.rows_per_step(processes.num_processes)
+    steps = loading.steps_of(config, [*map(len, rows)], rows_per_step)
+    state = TrainState.of_agents(
+        config.num_agents,
+        rows_per_step=rows_per_step,
+        loss_scale=INITIAL_LOSS_SCALE if config.mixed_precision == "fp16" else None,
+        validation=Validation(config.metric_for_best_model),
+    )
+    agent_settings.prepare_agents(crowd.agents, config, rows, rows_per_step, steps)
+    betas, groups = (config.adam_beta1, config.adam_beta2), [agent.optimizer_group for agent in crowd.agents]
+    optimizer = torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, fused=True)
+    attempt.manager.watch(optimizer)
+    last_good = LastGood(crowd.storage.rows, optimizer)
+    memory = MemoryRelief(config, base, crowd, processes.num_processes)
+    objective = agent_settings.objective_of(config, crowd)
+    vote = StopVote(processes, attempt.interrupts, heartbeat.tick)
+    files = tokenizer_files(base.tokenizer)
+    checkpoint = RunCheckpoint(config, base, crowd, optimizer, rows, files, last_good, processes, config)
+    return Trainer(
+        config=config,
+        processes=processes,
+        crowd=crowd,
+        objective=objective,
+        prepared=Prepared(crowd, optimizer),
+        checkpoint=checkpoint,
+        state=state,
+        total_steps=steps,
+        nonfinite=NonFiniteResponse(
+            last_good, config.run_folder, holds_lease, drops_agents=config.trial_steps is not None
+        ),
+        memory=memory,
+        evaluator=Evaluator(config, crowd, eval_rows, objective, judged, vote, memory),
+        heartbeat=heartbeat,
+        rollouts=Rollouts(Drawer(crowd, heartbeat.tick), processes),
+        metrics=StepMetrics(state.names, crowd.device),
+        learning=Learning(state.names, steps),
+    )
+
+
+def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
+    """The agents on their base, by the route through it that gives the base's own logits."""
+    crowd = Crowd(base.model, agent_settings.lora_settings(config), base.name, base.pad_id)
+    crowd.classes = config.label_names or ()
+    kind = row_kind(config)
+    crowd.reads_pairs = kind == "pairs"
+    # Sharded weights are gathered in the precision of autocast, and have no other one.
+    with processes.autocast() if loading.shares_layers(config, processes) else nullcontext():
+        reason = crowd.choose_route()
+        whole = crowd.share_prompts() if kind in ("pairs", "prompts") else None
+    if whole:
+        logger.info(f"model     each answer has a prompt of its own: {whole}")
+    if reason:
+        logger.info(f"model     rows are padded, not packed: {reason}")
+    elif crowd.device.type == "cuda":
+        with processes.autocast():
+            logger.info(f"attention {crowd.choose_attention()}")
+    if config.init_from:
+        logger.info(f"agents    {load_initial_adapters(crowd, Path(config.init_from))}")
+    if config.reference == "start":
+        crowd.start = crowd.storage.weights.clone()
+    require_distinct_agents(
+        crowd,
+        f"init_from: {config.init_from}" if config.init_from else "initialize_adapters_rand: false",
+        [
+            agent_settings.training_of(own, agent.settings)
+            for own, agent in zip(config.each_agent, crowd.agents, strict=True)
+        ],
+    )
+    crowd.storage.pass_per_agent = config.pass_per_agent is True
+    if config.use_gradient_checkpointing is True:
+        crowd.gradient_checkpointing_enable()
+    for line in _described(config, crowd):
+        logger.info(f"agents    {line}")
+    for line in {absent_targets(base.model, own.target_modules): None for own in crowd.settings.each()}:
+        if line:
+            logger.warning(f"lora_target_modules: {line}")
+    return crowd
+
+
+def _described(config: Config, crowd: Crowd) -> Iterator[str]:
+    """Lines for people: one about all agents, or one for each that has settings of its own."""
+    sizes = crowd.storage.sizes
+    if not config.agents:
+        places = "" if config.agent_layers == "all" else f", agent_layers {as_typed(config.agent_layers)}"
+        yield f"{config.num_agents} x LoRA rank {config.lora_rank}{places}, {sizes[0]:,} trainable parameters each"
+    for name, own, size in zip(config.agent_names, config.agents, sizes, strict=False):
+        told = [f"{key} {as_typed(value)}" for key, value in own.items() if key != NAME]
+        yield f"{name}: {', '.join([*told, f'{size:,} trainable parameters'])}"
+
+
+def set_determinism(config: Config) -> None:
+    """Choose deterministic algorithms and TF32, as the configuration says; before anything is computed."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if config.deterministic is False:
+        return
+    torch.use_deterministic_algorithms(True, warn_only=config.deterministic == "auto")
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time, and hides bugs of other libraries

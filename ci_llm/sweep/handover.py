@@ -21,7 +21,7 @@ from ci_llm.config.schema import FOUND
 from ci_llm.core.durable import remove_tree
 from ci_llm.crowd.given_path import META
 from ci_llm.errors import CheckpointError, ForeignCheckpoint
-from ci_llm.run.start.resume import Source
+from ci_llm.run.run_checkpoint import config_of_checkpoint
 from ci_llm.run.step.state import RecoveryState, TrainState, Validation
 
 _NUMBERED: Final = re.compile(r"agent(\d+)(/.*)?")
@@ -125,7 +125,7 @@ def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) ->
     opened = {folder: _last(folder, step) for folder in dict.fromkeys(folder for folder, _ in sources)}
     agents = [(opened[folder], number) for folder, number in sources]
     first = agents[0][0]
-    before = Source(first).config
+    before = config_of_checkpoint(first)
     by_rows = filter(config.is_open, Config.model_fields)
     settled = (*BY_MACHINE, *FOUND, *by_rows)
     config = config.model_copy(update={key: getattr(before, key) for key in settled})  # what auto was for them

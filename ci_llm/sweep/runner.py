@@ -31,8 +31,8 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, NonFinite, StoppedBeforeMeeting
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.attempt import Attempt
-from ci_llm.run.end.result import write_page
 from ci_llm.run.job import joined, run_among, stopped_before_meeting
+from ci_llm.run.result import write_page
 from ci_llm.run.start.cost_model import USABLE, Untraceable, lengths_of, trace_longest
 from ci_llm.run.start.loading import Loaded, choice_by_test_rows, load, steps_of
 from ci_llm.run.step.callbacks import Callbacks
@@ -224,7 +224,7 @@ class SweepRunner:
                 stop = self._train(sweep, processes, loaded, attempt)
                 sweep.require_winner()
             if stop is None:
-                attempt.completed()
+                attempt.status.finish("completed")
             else:
                 attempt.interrupted(stop)
             write_page(attempt)

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from ci_llm.agents.schedules import factor, schedule
+from ci_llm.agents.agent import factor, schedule
 from ci_llm.config import Config
 
 FOLLOW_THE_LOSS = {"reduce_lr_on_plateau", "greedy"}

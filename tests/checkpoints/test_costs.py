@@ -46,7 +46,7 @@ def test_a_resumed_run_reads_every_byte_once(run: Path) -> None:
         manager.store.acquire_lease()
         prepare(manager, start)
         assert start.source is not None
-        assert start.source.step == 2
+        assert start.source.manifest.step == 2
         assert manager.save(3, STATE)
     assert times_read(read, run / "checkpoint_step_2") == {1}
     assert times_read(read, run / "checkpoint_step_1") == {0}

@@ -24,7 +24,7 @@ from ci_llm.crowd import publishing
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.exporting import prepare
 from ci_llm.errors import CheckpointError
-from ci_llm.run.end.result import push_result
+from ci_llm.run.result import push_result
 from tests.crowd.hub_server import TOKEN, HubServer
 from tests.report.folders import leave_status
 from tests.support.crowds import K, disturbed_crowd, save_crowd

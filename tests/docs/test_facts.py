@@ -16,7 +16,7 @@ from ci_llm.config import Config, describe_keys
 from ci_llm.config.foreign import FIELDS
 from ci_llm.config.own_keys import OWN_KEYS
 from ci_llm.interrupts import STOP_SIGNALS
-from ci_llm.run.end.watchdog import FIRST_S
+from ci_llm.run.watchdog import FIRST_S
 from ci_llm.supervisor import policy
 from tests.support.markdown import ROOT
 

@@ -165,7 +165,7 @@ def test_restart_from_goes_back_once_and_newer_steps_are_superseded(run: Folder)
     run.begin(saves=(2, 4, 6))
     start = run.begin("restart_from=2", saves=(3,))
     assert start.source is not None
-    assert start.source.step == 2
+    assert start.source.manifest.step == 2
     assert "going back on purpose" in start.note
     assert sorted(path.name for path in (run.path / "superseded").iterdir()) == [
         "checkpoint_step_4",

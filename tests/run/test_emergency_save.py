@@ -14,7 +14,7 @@ import torch
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.launch import Launch
 from ci_llm.run.attempt import Attempt
-from ci_llm.run.end.emergency_save import EmergencySave
+from ci_llm.run.emergency_save import EmergencySave
 from tools.testbed.disks import CachedDisk
 
 

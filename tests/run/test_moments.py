@@ -17,7 +17,7 @@ from ci_llm.cli.main import main
 from ci_llm.cluster import deadline
 from ci_llm.core.run_status import read_status
 from ci_llm.distributed.processes import Processes
-from ci_llm.run.end.emergency_save import MARGIN_S, seconds_left
+from ci_llm.run.emergency_save import MARGIN_S, seconds_left
 from tests.support.campaign import drawn
 from tests.support.children import DEADLINE_S, ROOT
 from tools.testbed import moments

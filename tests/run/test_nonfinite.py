@@ -14,6 +14,7 @@ from ci_llm.core.run_folder import Recovery, read_failures, write_recovery
 from ci_llm.core.run_status import read_status
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.run.step.nonfinite import findings_of
+from ci_llm.run.step.state import MAX_IN_A_ROW, AgentRecovery, AgentState, TrainState
 from tests.support.faults import KEYS, Fault, fired, metrics, said, train, train_with_faults, weights
 from tools.testbed.forkserver import ForkServer
 
@@ -139,11 +140,13 @@ def test_a_dropped_agent_has_no_effect_on_decisions_about_the_others() -> None:
             5, nonfinite, (1.0, 1.0, 1.0, 2.0, 2.0, 1.0, 0.0, 7.0), out_of_memory=False, stop=None, save=False
         )
 
-    fine = findings_of(verdict(False, False, False), None, dropped=(1,))
+    exhausted = AgentRecovery(rolled_back=True, nonfinite_in_a_row=MAX_IN_A_ROW)
+    state = TrainState((AgentState(0), AgentState(1, recovery=exhausted), AgentState(2)))
+    fine = findings_of(verdict(False, False, False), state)
     assert (fine.left_out, fine.nonfinite, fine.bad_batch, fine.tokens) == ((1,), (), False, 7)
-    worse = findings_of(verdict(True, True, False), None, dropped=(1,))
+    worse = findings_of(verdict(True, True, False), state)
     assert (worse.left_out, worse.nonfinite, worse.bad_batch) == ((0, 1), (0,), False)
-    bad = findings_of(verdict(True, False, True), None, dropped=(1,))
+    bad = findings_of(verdict(True, False, True), state)
     assert (bad.left_out, bad.nonfinite, bad.bad_batch, bad.tokens) == ((0, 1, 2), (0, 2), True, 0)
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import pytest
 
 from ci_llm.core.run_folder import BadBatch
+from ci_llm.run.step import state
 from ci_llm.run.step.nonfinite import Findings
-from ci_llm.run.step.state import AgentRecovery, Bounds, RecoveryState, TrainState
+from ci_llm.run.step.state import AgentRecovery, RecoveryState, TrainState
 
-BOUNDS = Bounds(lr_divisor=2.0, max_in_a_row=3, good_after=4)
+
+@pytest.fixture(autouse=True)
+def narrow_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "LR_DIVISOR", 2.0)
+    monkeypatch.setattr(state, "MAX_IN_A_ROW", 3)
+    monkeypatch.setattr(state, "GOOD_AFTER_STEPS", 4)
 
 
 def after(steps: str, agent: AgentRecovery | None = None, start: int = 0) -> AgentRecovery:
     """The state after steps that are nonfinite (x) or finite (.)."""
     agent = agent or AgentRecovery()
     for step, kind in enumerate(steps, start):
-        agent = agent.after(step, kind == "x", BOUNDS)
+        agent = agent.after(step, kind == "x")
     return agent
 
 
@@ -25,24 +31,23 @@ def test_each_nonfinite_step_cuts_the_rate_and_a_finite_one_ends_the_count() -> 
 
 
 def test_rows_that_only_one_agent_has_are_skipped_for_it_before_its_rate_is_cut() -> None:
-    own = replace(BOUNDS, own_rows=True)
     agent = AgentRecovery()
     for step, kind in enumerate("xx.xx.x...."):
-        agent = agent.after(step, kind == "x", own)
+        agent = agent.after(step, kind == "x", own_rows=True)
     assert agent == AgentRecovery(), "as an agent alone, which skips a bad batch"
-    for step in range(BOUNDS.max_in_a_row):
-        agent = agent.after(step, True, own)
+    for step in range(3):
+        agent = agent.after(step, True, own_rows=True)
     assert (agent.rolled_back, agent.lr_factor) == (True, 0.5), "so many in a row are no accident of the rows"
-    assert agent.after(3, True, own).lr_factor == 0.25
+    assert agent.after(3, True, own_rows=True).lr_factor == 0.25
 
 
 def test_the_bound_rolls_back_once_in_an_episode() -> None:
     at_bound = after("xxx")
     assert (at_bound.rolled_back, at_bound.rollbacks, at_bound.nonfinite_in_a_row) == (True, 1, 0)
-    assert not at_bound.is_exhausted(BOUNDS)
-    assert not after("xxxxx").is_exhausted(BOUNDS)
-    assert after("xxxxxx").is_exhausted(BOUNDS)
-    assert after("xxx...xxx").is_exhausted(BOUNDS)
+    assert not at_bound.is_exhausted
+    assert not after("xxxxx").is_exhausted
+    assert after("xxxxxx").is_exhausted
+    assert after("xxx...xxx").is_exhausted
     assert after("xxx...xxx").episode_start == 0
 
 
@@ -54,10 +59,10 @@ def test_an_episode_ends_and_the_next_one_has_its_own_rollback() -> None:
 
 
 def test_only_an_overflow_halves_the_loss_scale() -> None:
-    state = TrainState.of_agents(2, loss_scale=8.0)
+    before = TrainState.of_agents(2, loss_scale=8.0)
     for nonfinite, scale in (((0,), 4.0), ((0, 1), 8.0)):
         findings = Findings(left_out=(0, 1), nonfinite=nonfinite, bad_batch=False, tokens=1)
-        moved = state.advance(1, 1, findings.left_out, findings.overflowed)
+        moved = before.advance(1, 1, findings.left_out, findings.overflowed)
         assert (moved.loss_scale, [each.skipped for each in moved.agents]) == (scale, [1, 1])
 
 
@@ -67,6 +72,5 @@ def test_a_bad_batch_is_recognised_by_its_rows() -> None:
     assert recovery.is_bad_batch(5, lambda _: [3, 1])
     assert not recovery.is_bad_batch(5, lambda _: [3, 2])
     assert not recovery.is_bad_batch(6, lambda _: [3, 1])
-    assert recovery.after_other_step().bad_batches_in_a_row == 0
     assert recovery.after_bad_batch(BadBatch(5, (3, 1))).bad_batches == recovery.bad_batches
     assert recovery.without_batches_from(5).bad_batches == ()

@@ -20,11 +20,10 @@ from ci_llm.core import determinism
 from ci_llm.distributed import precision
 from ci_llm.distributed.precision import Speed
 from ci_llm.embedded import BASE_FOLDER
-from ci_llm.run.run_checkpoint import RunCheckpoint
-from ci_llm.run.setup import set_determinism
-from ci_llm.run.start.resume import Resume
-from ci_llm.run.step.last_good import placed
+from ci_llm.run.run_checkpoint import Resume, RunCheckpoint
+from ci_llm.run.step.nonfinite import placed
 from ci_llm.run.step.state import TrainState
+from ci_llm.run.trainer import set_determinism
 from tests.support.small_run import WORDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]

@@ -15,7 +15,7 @@ from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.run.start.loading import describe_rows
-from ci_llm.run.step.rounds import Rounds
+from ci_llm.run.step.evaluator import Rounds
 from tests.support.log_lines import log_lines
 
 

@@ -16,7 +16,7 @@ from ci_llm.core.typed_json import dump_json, load_json
 from ci_llm.run import crowd_changes
 from ci_llm.run.start.agent_settings import config_of, crowd_settings
 from ci_llm.run.step.requests import FOLDER, ask, decide, forget_after, is_waiting, read_record, read_waiting
-from ci_llm.run.step.state import AgentRecovery, AgentState, CrowdChange, TrainState, Validation
+from ci_llm.run.step.state import MAX_IN_A_ROW, AgentRecovery, AgentState, CrowdChange, TrainState, Validation
 
 FOUR = Config(num_agents=4)
 
@@ -67,9 +67,10 @@ def test_a_request_that_cannot_be_met_is_refused_with_the_reason() -> None:
     assert three.objection(CrowdChange(1, 1)) == (
         "agent1 stays: an earlier attempt was asked for changes, the last after step 2: ask again then"
     )
-    four = state_of()
-    assert four.objection(CrowdChange(2, 1), dropped={0, 2, 3}) == "agent1 is the only agent that trains"
-    assert four.objection(CrowdChange(2, 2), dropped={0, 2, 3}) is None
+    exhausted = AgentRecovery(rolled_back=True, nonfinite_in_a_row=MAX_IN_A_ROW)
+    four = TrainState(tuple(AgentState(k, recovery=AgentRecovery() if k == 1 else exhausted) for k in range(4)))
+    assert four.objection(CrowdChange(2, 1)) == "agent1 is the only agent that trains"
+    assert four.objection(CrowdChange(2, 2)) is None
 
 
 def test_the_record_of_an_agent_stays_with_it_through_a_checkpoint() -> None:
@@ -136,7 +137,7 @@ def test_a_refusal_names_an_agent_only_if_one_was_asked_for(tmp_path: Path, capl
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "odd.json").write_text("{")
     ask(tmp_path, 7)
-    trainer: Any = SimpleNamespace(state=state_of(), nonfinite=SimpleNamespace(dropped=lambda _: ()))
+    trainer: Any = SimpleNamespace(state=state_of())
     attempt: Any = SimpleNamespace(config=SimpleNamespace(run_folder=tmp_path), requests_wait=None)
     assert crowd_changes._take_requests(trainer, attempt) == []
     (of_agent,) = [line for line in caplog.messages if "there is no agent7" in line]

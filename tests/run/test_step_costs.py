@@ -28,13 +28,14 @@ from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import NextToken
 from ci_llm.data.batches import Batch
-from ci_llm.distributed.ballot import Ballot, Verdict, decode, encode
+from ci_llm.distributed.ballot import Verdict, decode, encode
 from ci_llm.distributed.processes import Processes
 from ci_llm.lora.settings import LoraSettings
+from ci_llm.run.gradients import compute_gradients
 from ci_llm.run.loop import apply_gradients
-from ci_llm.run.step.gradients import TrainingPasses
 from ci_llm.run.step.state import TrainState
-from ci_llm.run.trainer import Prepared, Trainer, prepared
+from ci_llm.run.trainer import Prepared, Trainer
+from ci_llm.run.watchdog import Heartbeat
 from tools.testbed.tiny import base, batch
 
 #: Forward and backward of a layer of a Llama, with adapters on its seven products and four packed rows of attention.
@@ -99,18 +100,15 @@ class Step:
         crowd = Crowd(base(dtype=torch.float32, layers=layers), LoraSettings(num_agents=agents, rank=2), "toy")
         processes = Processes(Config(mixed_precision="bf16" if dtype else "no"), launch=read_launch({}, []))
         optimizer = torch.optim.AdamW([{"params": [row]} for row in crowd.storage.rows], fused=True)
-        before = Prepared(crowd, optimizer)
         self.trainer: Any = SimpleNamespace(
             crowd=crowd,
             processes=processes,
             state=TrainState.of_agents(agents),
-            prepared=prepared(before, processes.accelerator, crowd, optimizer, None),
+            prepared=Prepared(*processes.accelerator.prepare(crowd, optimizer)),
+            config=Config(),
+            heartbeat=Heartbeat(),
         )
         self.trainer.rate_of = partial(Trainer.rate_of, self.trainer)
-        accelerator, model = processes.accelerator, self.trainer.prepared.model
-        self.passes = TrainingPasses(
-            accelerator, model, crowd, NextToken(), seed=42, loss_scale=None, tick=lambda: None
-        )
         for agent in crowd.agents:
             agent.training = Training(lambda _: 1e-3, 0.0, 1.0, course=None)  # type: ignore[arg-type]
 
@@ -119,8 +117,8 @@ class Step:
         with ExitStack() as watching:
             for each in watched:
                 watching.enter_context(each)
-            sums = self.passes.compute_gradients(number, [self.passes.crowd.for_all(rows)])
-            votes = encode(Ballot(num_targets=sums.num_targets, nonfinite=sums.nonfinite, sums=sums.sums))
+            micro_batches = [self.trainer.crowd.for_all(rows)]
+            votes = encode(compute_gradients(self.trainer, number, micro_batches, NextToken(), None))
         verdict = decode(votes, self.trainer.crowd.num_agents, ())  # votes lie on the CPU
         with ExitStack() as watching:
             for each in watched:

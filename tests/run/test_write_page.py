@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ci_llm.config import Config
-from ci_llm.run.end.result import write_page
+from ci_llm.run.result import write_page
 from tests.report.folders import leave_run
 
 

@@ -33,11 +33,9 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.model import CrowdOutput
 from ci_llm.data import batches, loader
 from ci_llm.lora import kernels, products
-from ci_llm.run import attempt, loop
-from ci_llm.run.end import result
-from ci_llm.run.end import watchdog as hang_watch
-from ci_llm.run.end.watchdog import SilenceTimer
-from ci_llm.run.step import gradients
+from ci_llm.run import attempt, gradients, loop, result
+from ci_llm.run import watchdog as hang_watch
+from ci_llm.run.watchdog import Heartbeat
 from tools.testbed.events import DEADLINE_S, new_rows, wait_until, wait_until_committed
 from tools.testbed.forkserver import ForkServer
 
@@ -145,7 +143,7 @@ def short_memory(fault: Fault) -> None:
     # Blocks of more than 128 KiB go back to the kernel when they are freed. By default glibc keeps some of them, which
     # can be taken again without asking the kernel; how many depends on the threads of the process.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 128 << 10) == 1
-    wrap(gradients.TrainingPasses, "compute_gradients", strike)
+    wrap(gradients, "compute_gradients", strike)
     wrap(loop, "save", lift)  # of the last step: its threads want memory for their stacks
 
 
@@ -244,7 +242,7 @@ def terminated_after_another(fault: Fault) -> None:
             wait_until("another process has failed", lambda: any(Path("run/attempts").glob("*/process_*.json")))
             os.kill(os.getpid(), signal.SIGTERM)
 
-    wrap(gradients.TrainingPasses, "compute_gradients", strike)
+    wrap(gradients, "compute_gradients", strike)
 
 
 def bug(fault: Fault) -> None:
@@ -268,7 +266,7 @@ def hang(fault: Fault) -> None:
         if Now.strikes(fault):
             threading.Event().wait()
 
-    wrap(gradients.TrainingPasses, "compute_gradients", wait_for_nothing)
+    wrap(gradients, "compute_gradients", wait_for_nothing)
 
 
 def note_votes() -> None:
@@ -323,7 +321,7 @@ def kill(fault: Fault) -> None:
                 wait_until_committed(Path("run"), fault.committed)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    wrap(gradients.TrainingPasses, "compute_gradients", strike)
+    wrap(gradients, "compute_gradients", strike)
 
 
 def no_report(fault: Fault) -> None:
@@ -343,7 +341,7 @@ def terminate(fault: Fault) -> None:
         if Now.strikes(fault):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    wrap(gradients.TrainingPasses, "compute_gradients", strike)
+    wrap(gradients, "compute_gradients", strike)
 
 
 KINDS: dict[str, Callable[[Fault], None]] = {
@@ -371,13 +369,13 @@ KINDS: dict[str, Callable[[Fault], None]] = {
 
 def watch_once_it_hangs() -> None:
     """Three seconds of silence are a hang, once a process hangs: on a busy machine a healthy step may take longer."""
-    advance = SilenceTimer.advance
+    look = Heartbeat.look
 
-    def count(silence: SilenceTimer, seconds: float) -> None:
+    def count(heartbeat: Heartbeat, seconds: float) -> None:
         if Path(FIRED).exists():
-            advance(silence, seconds)
+            look(heartbeat, seconds)
 
-    SilenceTimer.advance = count  # type: ignore[method-assign]
+    Heartbeat.look = count  # type: ignore[method-assign]
     hang_watch.FIRST_S = hang_watch.LEAST_S = 3.0  # type: ignore[misc]
     hang_watch.OTHERS_S = DEADLINE_S  # type: ignore[misc]
 
@@ -385,7 +383,7 @@ def watch_once_it_hangs() -> None:
 def arm(faults: Sequence[Fault]) -> None:
     """Let these faults strike in this process, and note what it trains on."""
 
-    def note(_passes: object, step: int, *_: object) -> None:
+    def note(_trainer: object, step: int, *_: object) -> None:
         Now.step, Now.rows = step, []
 
     def note_rows(_crowd: Crowd, rows: batches.MicroBatch) -> None:
@@ -404,7 +402,7 @@ def arm(faults: Sequence[Fault]) -> None:
     for fault in faults:
         if fault.process in (None, own_index()):
             KINDS[fault.kind](fault)
-    wrap(gradients.TrainingPasses, "compute_gradients", note)  # last, so that it comes first
+    wrap(gradients, "compute_gradients", note)  # last, so that it comes first
 
 
 def train_with_faults(

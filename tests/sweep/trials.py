@@ -16,8 +16,8 @@ import torch
 import ci_llm.sweep.runner  # noqa: F401  the fork server imports all the rooms through this file
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cli.main import main
-from ci_llm.run import job, setup
-from ci_llm.run.step.state import Bounds
+from ci_llm.run import job
+from ci_llm.run.step import nonfinite, state
 from examples import sweep_by_hand
 from tools.testbed.moments import interfere
 from tools.testbed.trials import account
@@ -73,7 +73,7 @@ def called(
     With a smaller `max_in_a_row`, a short trial that stays nonfinite is dropped within its length.
     """
     job.CheckpointManager = partial(CheckpointManager, async_save=False)  # type: ignore[assignment,misc]  # none is lost
-    setup.Bounds = lambda: Bounds(max_in_a_row=max_in_a_row)  # type: ignore[assignment,misc]
+    state.MAX_IN_A_ROW = nonfinite.MAX_IN_A_ROW = max_in_a_row  # type: ignore[misc]
     os.environ.update(environment or {})
     torch.set_num_threads(1)
     os.chdir(folder)

@@ -19,7 +19,7 @@ import torch
 
 import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms through this file
 from ci_llm.cli.main import main
-from ci_llm.run.end import emergency_save
+from ci_llm.run import emergency_save
 from tools.testbed.events import DEADLINE_S, wait_until_committed
 
 STEPS = 6

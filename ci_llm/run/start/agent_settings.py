@@ -9,8 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from ci_llm import objectives
-from ci_llm.agents.agent import Agent, Training
-from ci_llm.agents.schedules import schedule
+from ci_llm.agents.agent import Agent, Training, schedule
 from ci_llm.config import Config
 from ci_llm.config.own_keys import NAME, OWN_KEYS
 from ci_llm.crowd.crowd import Crowd
@@ -54,12 +53,9 @@ def crowd_settings(config: Config, numbers: Sequence[int]) -> LoraSettings:
 
 def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:
     """The objective of the agents of `config`."""
-    drawn = [own.row_weights == "bootstrap" for own in config.each_agent]
-    keys = [
-        (agent.seed, agent.index) if draws else None
-        for draws, agent in zip(drawn, (agent.settings for agent in crowd.agents), strict=True)
-    ]
-    bootstrap = tuple(keys) if any(drawn) else ()
+    each = zip(config.each_agent, (agent.settings for agent in crowd.agents), strict=True)
+    keys = [(agent.seed, agent.index) if own.row_weights == "bootstrap" else None for own, agent in each]
+    bootstrap = tuple(keys) if any(keys) else ()
     if config.objective != objectives.SFT:
         found = objectives.objective_of(config.objective, config.each_agent, crowd.device)
         if isinstance(found, Grpo):

@@ -17,8 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ci_llm.checkpoints.layout import QUARANTINE, folders_of, is_named_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.config import Config
 from ci_llm.core.durable import read_fields, write_json
 from ci_llm.core.remote import is_url
@@ -33,10 +35,11 @@ from ci_llm.core.run_folder import (
     read_skipped_batches,
 )
 from ci_llm.core.run_status import last_attempt
+from ci_llm.crowd.given_path import require_checkpoint, require_run
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import CheckpointError, ConfigError, LaunchError, ProgressLost
+from ci_llm.errors import CheckpointError, ConfigError, DamagedCheckpoint, LaunchError, ProgressLost
+from ci_llm.mirror.filling import local_copy
 from ci_llm.run.mirroring import RunMirror
-from ci_llm.run.start.resume import Source, newest_source, open_source
 from ci_llm.run.step.requests import forget_after, read_record
 from ci_llm.run.step.state import CrowdChange, TrainState
 
@@ -79,7 +82,7 @@ class Start:
         note: a line for people if the call goes back on purpose; else empty.
     """
 
-    source: Source | None
+    source: Checkpoint | None
     beginning: Beginning
     keeps: int = -1
     sets_aside: bool = False
@@ -146,6 +149,35 @@ def _entries(folder: Path) -> list[Path]:
     return sorted({path for pattern in OF_A_RUN for path in folder.glob(pattern) if not is_run(path)})
 
 
+def newest_source(manager: CheckpointManager, at_most: int | None = None) -> Checkpoint | None:
+    """The newest checkpoint of a run's own folder that verifies; None if there is none.
+
+    Args:
+        at_most: the newest step that is trusted; None: any.
+    """
+    step = manager.latest_step(at_most=at_most)
+    return None if step is None else manager.read(step)
+
+
+def open_source(given: str, where: str) -> Checkpoint:
+    """The checkpoint at a path or URL that a key gives; of a run's folder or mirror it is the newest one.
+
+    Args:
+        where: the key that gave the path, for the error.
+
+    Raises:
+        ConfigError: there is no checkpoint of a run.
+        DamagedCheckpoint: the checkpoint is not as it was written.
+    """
+    folder = local_copy(given, where) if is_url(given) else require_checkpoint(Path(given), where)
+    try:
+        require_run(read_manifest(folder), folder, where)
+        return load_checkpoint(folder)
+    except DamagedCheckpoint as damage:
+        damage.hint = f"ci-llm checkpoints list {folder.parent} says which others are whole: give one of them"
+        raise
+
+
 def find_start(
     manager: CheckpointManager, config: Config, known: Beginning | None, at_most: int | None = None
 ) -> Start:
@@ -162,8 +194,10 @@ def find_start(
             folder.
     """
     wanted = _wanted(config)
-    if config.overwrite_output_dir and not _has_overwritten(known, config, wanted):
-        return _overwrite(config, wanted)
+    if config.overwrite_output_dir:
+        has_acted = known is not None and known.overwrote == _settings(config) and wanted in (LATEST, *known.said)
+        if not has_acted:
+            return _overwrite(config, wanted)
     back = _restart(config)
     if back is not None and (known is None or known.restarted_from != back):
         return _go_back(manager, back, (known or Beginning()).also_meant_by(wanted))
@@ -226,19 +260,14 @@ def _from_the_beginning(record: Beginning) -> Start:
     return Start(open_source(record.source, _as_given(record.source)) if record.source else None, record)
 
 
-def _from_own(source: Source, record: Beginning, note: str = "") -> Start:
-    return Start(source, record, keeps=source.step, note=note)
+def _from_own(source: Checkpoint, record: Beginning, note: str = "") -> Start:
+    return Start(source, record, keeps=source.manifest.step, note=note)
 
 
-def _from_given(manager: CheckpointManager, source: Source, record: Beginning, given: str, note: str = "") -> Start:
+def _from_given(manager: CheckpointManager, source: Checkpoint, record: Beginning, given: str, note: str = "") -> Start:
     """The start from a checkpoint at a path: one of the run's own, or one of another run."""
     own = is_named_checkpoint(source.folder) and _same_place(source.folder.parent, manager.directory)
     return _from_own(source, record, note) if own else Start(source, replace(record, source=given), note=note)
-
-
-def _has_overwritten(known: Beginning | None, config: Config, wanted: str | None) -> bool:
-    """True if `overwrite_output_dir` has already acted for the run in the folder."""
-    return known is not None and known.overwrote == _settings(config) and wanted in (LATEST, *known.said)
 
 
 def _settings(config: Config) -> dict[str, Any]:
@@ -409,7 +438,7 @@ def agree_on_start(
     requests = processes.on_main(partial(read_requests, manager, config))
     with processes.main_process_first():
         start = find_start(manager, config, requests.beginning, requests.at_most)
-    require_same_step(processes, config.run_folder, start.source.step if start.source else None)
+    require_same_step(processes, config.run_folder, start.source.manifest.step if start.source else None)
     if start.sets_aside:  # the requests are for the run that moves aside
         requests = Requests()
     if start.goes_back:  # changes that earlier attempts have made after that step are not made again

@@ -13,9 +13,9 @@ import copy
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Final
 
@@ -103,25 +103,28 @@ def trace(
         ModelError: the base is not a causal language model, or `lora_target_modules` does not fit it.
         Untraceable: the computation depends on values, which fake tensors do not have.
     """
-    with _fake_tensors():
-        crowd = _crowd(config, shape, device)
-        few = min(rows, ROWS_TRACED)
-        peak, flops = _micro_step(config, crowd, _batch(few, tokens, targets, device))
-        if rows > few:
-            smaller, _ = _micro_step(config, crowd, _batch(few // 2, tokens, targets, device))
-            peak += (peak - smaller) * (rows - few) // (few - few // 2)
-        trained = crowd.storage.weights
-        saved, made_dense = _quantized(config, crowd)
-        elsewhere, gathered = _sharded(config, crowd, processes)
-        own = {p for name, p in crowd.model.named_parameters() if not p.requires_grad}
-        return Trace(
-            base_parameters=sum(p.numel() for p in own),
-            base_bytes=sum(p.nbytes for p in own) - saved - elsewhere,
-            agent_parameters=trained.shape[1],
-            agents_bytes=agent_copies(config, device) * trained.nbytes,
-            activation_bytes=round(ALLOCATED_PER_LIVING * (peak + made_dense + gathered)),
-            flops=flops * rows / few,
-        )
+    try:
+        with FakeTensorMode():
+            crowd = _crowd(config, shape, device)
+            few = min(rows, ROWS_TRACED)
+            peak, flops = _micro_step(config, crowd, _batch(few, tokens, targets, device))
+            if rows > few:
+                smaller, _ = _micro_step(config, crowd, _batch(few // 2, tokens, targets, device))
+                peak += (peak - smaller) * (rows - few) // (few - few // 2)
+            trained = crowd.storage.weights
+            saved, made_dense = _quantized(config, crowd)
+            elsewhere, gathered = _sharded(config, crowd, processes)
+            own = {p for name, p in crowd.model.named_parameters() if not p.requires_grad}
+            return Trace(
+                base_parameters=sum(p.numel() for p in own),
+                base_bytes=sum(p.nbytes for p in own) - saved - elsewhere,
+                agent_parameters=trained.shape[1],
+                agents_bytes=agent_copies(config, device) * trained.nbytes,
+                activation_bytes=round(ALLOCATED_PER_LIVING * (peak + made_dense + gathered)),
+                flops=flops * rows / few,
+            )
+    except RuntimeError as error:  # torch raises no narrower error, for instance for Mixtral on a CPU
+        raise Untraceable(first_line(error)) from error
 
 
 def agent_copies(config: Config, device: torch.device) -> int:
@@ -140,15 +143,6 @@ def trace_longest(
     return trace(config, shape, device, rows=rows, tokens=tokens, targets=targets, processes=processes)
 
 
-@contextmanager
-def _fake_tensors() -> Iterator[None]:
-    try:
-        with FakeTensorMode():
-            yield
-    except RuntimeError as error:  # torch raises no narrower error, for instance for Mixtral on a CPU
-        raise Untraceable(first_line(error)) from error
-
-
 def _quantized(config: Config, crowd: Crowd) -> tuple[int, int]:
     """(bytes that quantised storage saves; bytes of the largest layer, which is made dense for its product)."""
     if config.quantization is None:
@@ -165,13 +159,9 @@ def _sharded(config: Config, crowd: Crowd, processes: int) -> tuple[int, int]:
     if config.base_sharding == "none" or processes == 1:
         return 0, 0
     layers = [weights_to_shard(layer, autocast_dtype(config.mixed_precision)) for layer in layers_of(crowd.model)]
-    stored = [sum(_stored_bytes(config, weight) for weight in weights) for weights in layers]
+    bits = 0 if config.quantization is None else BITS[config.quantization]  # without scales, which are not sharded
+    stored = [sum(each.numel() * bits // 8 if bits else each.nbytes for each in weights) for weights in layers]
     return sum(stored) * (processes - 1) // processes, GATHERED_COPIES * max(stored)
-
-
-def _stored_bytes(config: Config, weight: Tensor) -> int:
-    """Bytes of a weight without its scales, which are not sharded."""
-    return weight.nbytes if config.quantization is None else weight.numel() * BITS[config.quantization] // 8
 
 
 def base_dtype(config: Config, shape: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -223,9 +213,7 @@ def _forward_backward(config: Config, crowd: Crowd, rows: MicroBatch) -> None:
 
 
 def _batch(rows: int, tokens: int, targets: int, device: torch.device) -> Batch:
-    def zeros(count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.int64, device=device)
-
+    zeros = partial(torch.zeros, dtype=torch.int64, device=device)
     return Batch(
         input_ids=zeros(rows * tokens),
         position_ids=zeros(rows * tokens),

@@ -219,7 +219,8 @@ def _narrowed(
 ) -> bool:
     """True if the rows have to be read again, because fewer or shorter ones are enough; updates `settled`."""
     if "eval_samples" in settled:
-        allowed, taken = tokens_of_evaluation(config, rows, rows_per_step), num_tokens(eval_rows)
+        allowed = tokens_of_evaluation(config, rows, rows_per_step)
+        taken = sum(own.facts.tokens for own in {id(own): own for own in eval_rows}.values())
         if taken > allowed and (samples := settled["eval_samples"]) > LEAST:
             settled["eval_samples"] = max(LEAST, min(samples - 1, samples * allowed // taken))
             return True
@@ -401,8 +402,3 @@ def tokens_of_evaluation(config: Config, each: Sequence[TokenizedRows], rows_per
     steps = steps_of(config, [len(own) for own in each], rows_per_step)
     read = sum(steps / -(-len(own) // rows_per_step) * own.facts.tokens for own in each) / len(each)
     return int(read) // (RATIO * _evaluations(config, steps))
-
-
-def num_tokens(each: Sequence[TokenizedRows]) -> int:
-    """Tokens of all data sets."""
-    return sum(rows.facts.tokens for rows in {id(rows): rows for rows in each}.values())

@@ -23,22 +23,110 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.figures import base_scores
 from ci_llm.crowd.judging import Ranking, rank
 from ci_llm.crowd.objective import GrpoObjective, Preferences, TrainedObjective
-from ci_llm.crowd.questions import AnswerScores, Questions, Solved, answer_questions, asked_of
+from ci_llm.crowd.questions import AnswerScores, Questions, answer_questions, asked_of
 from ci_llm.crowd.rewarding import RewardScorer
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.batches import Batch, pack
+from ci_llm.data.dealing import share
 from ci_llm.data.tokens import TokenizedRows
+from ci_llm.distributed.ballot import Ballot, Verdict
+from ci_llm.distributed.processes import Processes
 from ci_llm.errors import RewardFailed
+from ci_llm.interrupts import Interrupts
 from ci_llm.objectives.grpo.rewards import failed_elsewhere
 from ci_llm.run.step.out_of_memory import MemoryRelief
-from ci_llm.run.step.rounds import Rounds, StopVote
 
 logger = logging.getLogger(__name__)
 
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+class StopVote:
+    """Asks all processes, between two steps, whether the run shall stop. Each vote is also a sign of life.
+
+    Args:
+        interrupts: the requests to stop that this process has received.
+        tick: gives the sign of life.
+    """
+
+    def __init__(self, processes: Processes, interrupts: Interrupts, tick: Callable[[], object]) -> None:
+        self.processes, self._interrupts, self._tick = processes, interrupts, tick
+
+    def vote(self, *, out_of_memory: bool = False, failed: bool = False) -> Verdict:
+        """The verdict of all processes. A collective."""
+        self._tick()
+        reason = self._interrupts.stop_reason
+        return self.processes.agree(Ballot(0, stop=reason, out_of_memory=out_of_memory, failed=failed))
+
+    def reason(self) -> str | None:
+        """The reason to stop that any process has received; None if there is none. A collective."""
+        return self.vote().stop
+
+    def requested_here(self) -> bool:
+        """True if this process was asked to stop; the other processes learn it by the next vote."""
+        self._tick()
+        return self._interrupts.stop_reason is not None
+
+
+class Rounds:
+    """The numbers below `count`, dealt to the processes batch by batch.
+
+    All processes vote in every round, with or without a batch left for them, and once more at the end: a batch may be
+    asked for before those in front of it are done, and left half done afterwards. So all leave in the same round.
+
+    Args:
+        report: called before every round with the count of numbers that all processes have done.
+
+    Attributes:
+        batches: this process's share.
+        stop: the reason for which all processes have left; None if they have stayed.
+        out_of_memory: all processes have left because a batch did not fit.
+        failed: all processes have left because of an error.
+    """
+
+    def __init__(
+        self, vote: StopVote, count: int, batch_size: int, report: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self._vote, self._here, self._report = vote, dict[str, bool](), report
+        self._count, self._per_round = count, batch_size * vote.processes.num_processes
+        self.stop: str | None = None
+        self.out_of_memory = self.failed = False
+        index, num_processes = vote.processes.process_index, vote.processes.num_processes
+        own = share(range(count), index, num_processes, batch_size)
+        self.batches = self._deal(own)
+
+    def _deal(self, own: list[list[int]]) -> Iterator[list[int]]:
+        for number in range(-(-self._count // self._per_round)):
+            if self._all_leave():
+                return
+            self._report(min(number * self._per_round, self._count))
+            if number < len(own):  # a process without a batch left still votes
+                yield own[number]
+
+    def _all_leave(self) -> bool:
+        """Vote; true if one process stops, its memory ran out, or it had an error."""
+        verdict = self._vote.vote(**self._here)
+        self.stop, self.out_of_memory, self.failed = verdict.stop, verdict.out_of_memory, verdict.failed
+        return self._have_left
+
+    @property
+    def _have_left(self) -> bool:
+        return self.stop is not None or self.out_of_memory or self.failed
+
+    def stop_requested_here(self) -> bool:
+        """True if this process was asked to stop, or all are about to leave: it may leave its texts unfinished."""
+        return self._have_left or self._vote.requested_here()
+
+    def end(self, *, out_of_memory: bool, failed: bool = False) -> None:
+        """Vote in the rounds that are left, without computing their batches, and once more if all have stayed."""
+        self._here = {"out_of_memory": out_of_memory, "failed": failed}
+        for _ in self.batches:
+            pass
+        if not self._have_left:
+            self._all_leave()
 
 
 class Evaluator:
@@ -120,11 +208,6 @@ class Evaluator:
 
         return self._on_all_processes(what, step, len(rows), 4 * micro_batch_size, work, Scores.joined)
 
-    @property
-    def _writes_no_answers(self) -> bool:
-        """True if heads or rewards alone judge: there are no answers of their own to score."""
-        return bool(self._crowd.settings.outputs) or isinstance(self.objective, GrpoObjective)
-
     def answers(self, step: int, micro_batch_size: int) -> AnswerScores | None:
         """Scores of generated answers. A collective.
 
@@ -133,8 +216,8 @@ class Evaluator:
         Raises:
             OutOfMemory: on every process, when the batches cannot be made smaller.
         """
-        if self._writes_no_answers:
-            return None
+        if self._crowd.settings.outputs or isinstance(self.objective, GrpoObjective):
+            return None  # heads or rewards alone judge
         of_sets = self._asked
         if self._config.generation_eval_samples:
             self._tell_too_long(of_sets)
@@ -180,7 +263,10 @@ class Evaluator:
 
     @cached_property
     def _asked(self) -> list[Questions]:
-        return [self._questions(rows, self._config.generation_eval_samples) for rows in self.rows.sets]
+        prompter, count = self._crowd.prompter, self._config.generation_eval_samples
+        assert prompter is not None
+        limit = self._config.max_seq_length
+        return [Questions.of(rows, prompter, self._crowd, count, rows.whole_below(limit)) for rows in self.rows.sets]
 
     @cached_property
     def _limit(self) -> int:
@@ -204,30 +290,6 @@ class Evaluator:
                 "evaluate  no answers are generated, as no row is left to ask: the scores are by teacher forcing,"
                 " of whole solutions; raise max_seq_length, or evaluate on shorter rows"
             )
-
-    def example(self, step: int) -> Solved | None:
-        """The answer to one question, the same question in every evaluation. A collective.
-
-        None if the rows ask nothing, the agents have heads, or a stop was asked for.
-
-        Raises:
-            OutOfMemory: on every process.
-        """
-        if self._writes_no_answers:
-            return None
-        asked = self._example_asked
-        limit = self._config.answer_tokens(asked.longest)
-        answers = self._score_answers(asked, step, 1, limit) if len(asked) else None
-        return None if answers is None else answers.example
-
-    @cached_property
-    def _example_asked(self) -> Questions:
-        return self._questions(self.rows.sets[0], min(1, self._config.generation_eval_samples))
-
-    def _questions(self, rows: TokenizedRows, count: int) -> Questions:
-        assert self._crowd.prompter is not None
-        whole_below = rows.whole_below(self._config.max_seq_length)
-        return Questions.of(rows, self._crowd.prompter, self._crowd, count, whole_below)
 
     def _score_answers(self, asked: Questions, step: int, batch_size: int, max_new_tokens: int) -> AnswerScores | None:
         prompter = self._crowd.prompter

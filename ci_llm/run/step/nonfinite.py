@@ -3,7 +3,7 @@
 The ballot of the step carries the findings of every process, before the gradients are added up. So the check needs no
 extra wait for the device, and every process responds alike. state.py decides by pure functions; this file acts.
 
-A rollback gives an agent its last good snapshot (last_good.py).
+A rollback gives an agent its last good snapshot: its weights and moments, as they were at most 20 steps before.
 
 Legend: K agents, P numbers of an agent.
 """
@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ci_llm.core.run_folder import BadBatch, write_skipped_batches
 from ci_llm.data.agent_rows import Courses
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.errors import NonFinite
-from ci_llm.run.step.last_good import LastGood
-from ci_llm.run.step.state import AgentRecovery, AgentState, Bounds, RecoveryState, TrainState
+from ci_llm.run.step.state import MAX_IN_A_ROW, AgentRecovery, AgentState, RecoveryState, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -64,38 +63,119 @@ def nonfinite_here(gradients: Tensor, losses: Tensor) -> Tensor:
     return torch.logical_not((norms < HUGE) & losses.isfinite())
 
 
-def findings_of(
-    verdict: Verdict,
-    loss_scale: float | None,
-    *,
-    known_bad: bool = False,
-    dropped: Sequence[int] = (),
-) -> Findings:
-    """The findings in the verdict on a step.
+def findings_of(verdict: Verdict, state: TrainState, *, known_bad: bool = False) -> Findings:
+    """The findings in the verdict on a step. Agents are judged as if those that are dropped were not there.
 
     Args:
-        loss_scale: the factor on fp16 losses; None in every other precision.
+        state: the state before the step.
         known_bad: the step was found bad before, so that nothing was computed in it.
-        dropped: agents that are left out of every step; the others are judged as if they were alone.
     """
-    everybody = tuple(range(len(verdict.nonfinite)))
+    everybody, dropped = tuple(range(len(verdict.nonfinite))), state.dropped
     judged = tuple(k for k in everybody if k not in dropped)
     if known_bad:
         return Findings(everybody, judged, bad_batch=True, tokens=0, dropped=dropped)
     sums = StepSums.unpack(verdict.sums, len(everybody))
     left_out = tuple(k for k in everybody if verdict.nonfinite[k] or k in dropped)
-    scaled = (loss_scale or 1.0) > 1.0
+    scaled = (state.loss_scale or 1.0) > 1.0
     # Under a loss scale a gradient may overflow although its agent is fine. The scale does not touch the loss.
     nonfinite = tuple(k for k in judged if verdict.nonfinite[k] and not (scaled and math.isfinite(sums.losses[k])))
     bad = nonfinite == judged
     return Findings(left_out, nonfinite, bad, 0 if bad else sums.tokens, dropped)
 
 
+#: Steps between two copies, and so the most that a rollback loses. A copy costs as much as the optimizer's step.
+EVERY_STEPS: Final = 20
+
+
+@dataclass
+class _Snapshot:
+    """The state of one agent after `step` steps; it has no moments before the optimizer's first step."""
+
+    step: int
+    weights: Tensor
+    moments: dict[str, Tensor]
+
+
+class LastGood:
+    """The snapshots to which agents can be rolled back: weights and moments, copied every few steps while finite.
+
+    They lie in the memory of the device, so that a copy waits for no transfer.
+
+    Args:
+        rows: the weights, a parameter [P] for each agent.
+        optimizer: holds the moments of an agent as its state of that parameter.
+    """
+
+    def __init__(self, rows: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        self._rows, self._optimizer = rows, optimizer
+        self._snapshots: dict[int, _Snapshot] = {}
+
+    def keep_agents(self, rows: Sequence[nn.Parameter], kept: Sequence[int]) -> None:
+        """Continue with the agents at these places, whose weights are `rows` now."""
+        self._rows = rows
+        self._snapshots = {k: self._snapshots[place] for k, place in enumerate(kept) if place in self._snapshots}
+
+    def keep(self, agent: int, step: int) -> None:
+        """Copy the agent as it is after `step` steps, into the place of the copy before."""
+        row = self._rows[agent]
+        weights, moments = row.detach(), self._optimizer.state.get(row, {})
+        old = self._snapshots.get(agent)
+        if old is None or old.moments.keys() != moments.keys():
+            copies = {name: tensor.clone() for name, tensor in moments.items()}
+            self._snapshots[agent] = _Snapshot(step, weights.clone(), copies)
+            return
+        old.step = step
+        old.weights.copy_(weights)  # into the memory it has: a new allocation every 20 steps would fragment a GPU's
+        for name, tensor in moments.items():
+            old.moments[name].copy_(tensor)
+
+    def begin(self, step: int) -> None:
+        """Copy every agent that has no snapshot, so that a rollback is possible from the first step on."""
+        for agent in range(len(self._rows)):
+            if agent not in self._snapshots:
+                self.keep(agent, step)
+
+    def keep_if_due(self, step: int, finite: Iterable[int]) -> None:
+        """Copy these agents if `step` is one for copies."""
+        for agent in finite if step % EVERY_STEPS == 0 else ():
+            self.keep(agent, step)
+
+    def roll_back(self, agent: int) -> int:
+        """Give the agent the weights and moments of its snapshot; returns the step of the snapshot."""
+        kept, row = self._snapshots[agent], self._rows[agent]
+        row.data.copy_(kept.weights)
+        self._optimizer.state.pop(row, None)
+        if kept.moments:
+            self._optimizer.state[row] = {name: tensor.clone() for name, tensor in kept.moments.items()}
+        return kept.step
+
+    def state_of(self, agents: Iterable[int]) -> dict[str, Any]:
+        """The snapshots of these agents, for a checkpoint."""
+        snapshots = {f"agent{k}": self._snapshots[k] for k in agents}
+        return {name: {"step": s.step, "weights": s.weights, "moments": s.moments} for name, s in snapshots.items()}
+
+    def load(self, agents: Iterable[int], saved: Mapping[str, Any]) -> None:
+        """The inverse of `state_of`."""
+        for k in agents:
+            row, state = self._rows[k], saved[f"agent{k}"]
+            moments = placed(state["moments"], row, self._optimizer)
+            self._snapshots[k] = _Snapshot(state["step"], state["weights"].to(row), moments)
+
+
+def placed(moments: Mapping[str, Tensor], row: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The saved moments of an agent, with the dtype and device of its weights `row`.
+
+    The step counter stays an fp32 scalar. As in torch's `load_state_dict` it is on the CPU unless the optimizer is
+    fused: a plain AdamW reads it in every step, which would wait for a GPU.
+    """
+    place_of_step = row.device if optimizer.defaults.get("fused") else torch.device("cpu")
+    return {name: tensor.to(place_of_step) if name == "step" else tensor.to(row) for name, tensor in moments.items()}
+
+
 class NonFiniteResponse:
     """Acts on the findings of a step, after the optimizer has moved.
 
     Args:
-        bounds: the limits of the responses.
         last_good: the snapshots for rollbacks.
         run_folder: the folder of skipped_batches.json.
         may_write: true while this process may write files of the run.
@@ -103,21 +183,11 @@ class NonFiniteResponse:
     """
 
     def __init__(
-        self,
-        bounds: Bounds,
-        last_good: LastGood,
-        run_folder: Path,
-        may_write: Callable[[], bool],
-        *,
-        drops_agents: bool = False,
+        self, last_good: LastGood, run_folder: Path, may_write: Callable[[], bool], *, drops_agents: bool = False
     ) -> None:
-        self._bounds, self._last_good = bounds, last_good
+        self._last_good = last_good
         self._run_folder, self._may_write = run_folder, may_write
         self._drops_agents = drops_agents
-
-    def dropped(self, state: TrainState) -> tuple[int, ...]:
-        """The agents that take no steps any more."""
-        return tuple(k for k, agent in enumerate(state.agents) if agent.recovery.is_exhausted(self._bounds))
 
     def respond(self, state: TrainState, courses: Courses, findings: Findings) -> TrainState:
         """Cut learning rates, roll agents back, record bad batches, keep good snapshots.
@@ -135,22 +205,22 @@ class NonFiniteResponse:
         step, before = state.step - 1, [agent.recovery for agent in state.agents]
         if findings.bad_batch:
             return replace(state, recovery=self._skip(state, BadBatch(step, tuple(courses.rows_of_step(step)))))
-        bounds, ignored = replace(self._bounds, own_rows=courses.are_own), (*findings.overflowed, *findings.dropped)
-        # The step says nothing about agents that overflowed or are dropped.
+        ignored = (*findings.overflowed, *findings.dropped)  # the step says nothing about them
         after = [
-            each if k in ignored else each.after(step, k in findings.nonfinite, bounds) for k, each in enumerate(before)
+            each if k in ignored else each.after(step, k in findings.nonfinite, own_rows=courses.are_own)
+            for k, each in enumerate(before)
         ]
         agents = tuple(replace(own, recovery=found) for own, found in zip(state.agents, after, strict=True))
-        state = replace(state, agents=agents, recovery=state.recovery.after_other_step())
+        state = replace(state, agents=agents, recovery=replace(state.recovery, bad_batches_in_a_row=0))
         for k in findings.nonfinite:
             logger.warning(_account(state.names[k], step, before[k], after[k]))
             if after[k].rollbacks > before[k].rollbacks:
                 kept = self._last_good.roll_back(k)
                 logger.warning(f"{state.names[k]}    rolled back to its weights and moments of step {kept}")
-        exhausted = [agents[k] for k in findings.nonfinite if after[k].is_exhausted(self._bounds)]
+        exhausted = [agents[k] for k in findings.nonfinite if after[k].is_exhausted]
         if exhausted:
-            if not self._drops_agents or len(self.dropped(state)) == len(agents):
-                raise _exhausted(exhausted, self._bounds)
+            if not self._drops_agents or len(state.dropped) == len(agents):
+                raise _exhausted(exhausted)
             logger.warning(f"{', '.join(agent.name for agent in exhausted)}    dropped; the others train on")
         # An agent that was left out has no new state that proved to be finite.
         moved = [k for k in range(len(agents)) if k not in findings.left_out]
@@ -164,7 +234,7 @@ class NonFiniteResponse:
             shown = f"step {batch.step + 1} is finite for no agent: skipped for good, rows {_short(batch.rows)}"
             logger.warning(f"batch     {shown}")
         in_a_row = after.bad_batches_in_a_row
-        if in_a_row < self._bounds.max_in_a_row:
+        if in_a_row < MAX_IN_A_ROW:
             if is_new:
                 self._record(after)
             return after
@@ -190,12 +260,12 @@ def _account(name: str, step: int, before: AgentRecovery, after: AgentRecovery) 
     return f"{name}    not finite in step {step + 1}, {before.nonfinite_in_a_row + 1} in a row: left out{cut}"
 
 
-def _exhausted(agents: Sequence[AgentState], bounds: Bounds) -> NonFinite:
+def _exhausted(agents: Sequence[AgentState]) -> NonFinite:
     since = min(agent.recovery.episode_start or 0 for agent in agents)
     names = ", ".join(agent.name for agent in agents)
     rates = ", ".join(f"{agent.recovery.lr_factor:.3g}" for agent in agents)
     return NonFinite(
-        f"{names}: from step {since + 1} on not finite {bounds.max_in_a_row} times in a row, rolled back, and as often"
+        f"{names}: from step {since + 1} on not finite {MAX_IN_A_ROW} times in a row, rolled back, and as often"
         f" once more, at {rates} of the learning rate",
         where=f"step {since} was the last step before",
         hint=_HINT,

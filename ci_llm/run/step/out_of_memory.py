@@ -64,10 +64,13 @@ class MemoryRelief:
             OutOfMemory: nothing is left to reduce.
         """
         self._release_cache()
-        recovery, rows = state.recovery, self._rows_at_once(state)
-        if self._may_take_passes_of_one():
+        recovery, storage = state.recovery, self.crowd.storage
+        # Of the largest micro-batch of any process in this step, which every process can compute.
+        rows = min(recovery.limit(self.config.batch_size), -(-state.rows_per_step // self.num_processes))
+        takes_one_pass = self.crowd.num_agents > 1 and not storage.pass_per_agent
+        if takes_one_pass and not find_form(self.config.diversity).rewarded:
             recovery = replace(recovery, pass_per_agent=True)
-            self.crowd.storage.pass_per_agent = True
+            storage.pass_per_agent = True
             done = "every agent takes a pass of its own from now on; the steps are sample-exact"
         elif rows > 1:
             recovery = replace(recovery, micro_batch_size=rows // 2)
@@ -102,18 +105,6 @@ class MemoryRelief:
         gc.collect()  # first the objects, whose memory the cache of the GPU can then return
         if self.crowd.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _may_take_passes_of_one(self) -> bool:
-        return (
-            not self.crowd.storage.pass_per_agent
-            and self.crowd.num_agents > 1
-            and not find_form(self.config.diversity).rewarded
-        )
-
-    def _rows_at_once(self, state: TrainState) -> int:
-        """The rows of the largest micro-batch of any process in this step, which every process can compute."""
-        limit = state.recovery.limit(self.config.batch_size)
-        return min(limit, -(-state.rows_per_step // self.num_processes))
 
     def _exhausted(self, step: int, what: str, complaint: str | None) -> OutOfMemory:
         config = self.config

@@ -4,22 +4,22 @@ A step replaces them by new ones, and pure functions say how. So a resume builds
 the changes of the crowd that follow at the same steps.
 
 The response to an agent that is not finite escalates. It is left out of the step, and its learning rate is cut. After
-`max_in_a_row` nonfinite steps in a row it is rolled back to its last good snapshot. After as many more in the same
+`MAX_IN_A_ROW` nonfinite steps in a row it is rolled back to its last good snapshot. After as many more in the same
 episode, the attempt ends. An agent with rows of its own keeps its rate until it is rolled back, because its rows, which
 only it has read, are the more probable cause. If every agent is nonfinite in a step, the batch is the probable cause:
-it is skipped for good. After `max_in_a_row` such steps in a row the weights are, and the attempt ends.
+it is skipped for good. After `MAX_IN_A_ROW` such steps in a row the weights are, and the attempt ends.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from pydantic import TypeAdapter
 
-from ci_llm.core.evaluation_file import Best, BestSteps
+from ci_llm.core.evaluation_file import Best
 from ci_llm.core.measures import METRICS
 from ci_llm.core.run_folder import GOOD_AFTER_STEPS, BadBatch
 
@@ -48,12 +48,10 @@ class Validation:
 
     def better(self, step: int, value: float, best: Best | None) -> Best | None:
         """The better of a new value and the best so far. NaN is never better, and an equal value is not."""
-        if math.isnan(value) or (best is not None and not self._leads(value, best.value)):
+        sign = 1 if METRICS[self.metric].greater else -1
+        if math.isnan(value) or (best is not None and sign * value <= sign * best.value):
             return best
         return Best(step, value)
-
-    def _leads(self, value: float, other: float) -> bool:
-        return value > other if METRICS[self.metric].greater else value < other
 
     @property
     def best_step(self) -> int | None:
@@ -73,26 +71,17 @@ class Validation:
 LEAST_LR_FACTOR: Final = 0.01
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """The limits of the responses.
-
-    Attributes:
-        lr_divisor: a nonfinite step divides the agent's learning rate by it; 1.5 as in safe_train.py.
-        max_in_a_row: one bad batch or two pass, and five are neither.
-        good_after: this many finite steps in a row end an episode.
-        own_rows: each agent has rows of its own in a step.
-    """
-
-    lr_divisor: float = 1.5
-    max_in_a_row: int = 5
-    good_after: int = GOOD_AFTER_STEPS
-    own_rows: bool = False
+#: A nonfinite step divides the agent's learning rate by it, as in safe_train.py.
+LR_DIVISOR: Final = 1.5
+#: Of nonfinite steps one or two in a row are a bad batch, and so many are not.
+MAX_IN_A_ROW: Final = 5
 
 
 @dataclass(frozen=True)
 class AgentRecovery:
-    """The recovery state of one agent. An episode lasts from a nonfinite step to `good_after` finite ones in a row.
+    """The recovery state of one agent.
+
+    An episode lasts from a nonfinite step to `GOOD_AFTER_STEPS` finite ones in a row.
 
     Attributes:
         lr_factor: multiplies the agent's scheduled learning rate; nonfinite steps cut it.
@@ -110,34 +99,39 @@ class AgentRecovery:
     rolled_back: bool = False
     rollbacks: int = 0
 
-    def after(self, step: int, nonfinite: bool, bounds: Bounds) -> AgentRecovery:
-        """The state after the 0-based `step`. The agent must not be exhausted."""
+    def after(self, step: int, nonfinite: bool, *, own_rows: bool = False) -> AgentRecovery:
+        """The state after the 0-based `step`. The agent must not be exhausted.
+
+        Args:
+            own_rows: each agent has rows of its own in a step.
+        """
         if nonfinite:
-            return self._after_nonfinite_step(step, bounds)
+            return self._after_nonfinite_step(step, own_rows)
         if self.episode_start is None:
             return self
         finite = self.finite_in_a_row + 1
-        if finite >= bounds.good_after:
+        if finite >= GOOD_AFTER_STEPS:
             return AgentRecovery(lr_factor=self.lr_factor, rollbacks=self.rollbacks)
         return replace(self, nonfinite_in_a_row=0, finite_in_a_row=finite)
 
-    def _after_nonfinite_step(self, step: int, bounds: Bounds) -> AgentRecovery:
+    def _after_nonfinite_step(self, step: int, own_rows: bool) -> AgentRecovery:
         in_a_row = self.nonfinite_in_a_row + 1
-        spared = bounds.own_rows and in_a_row < bounds.max_in_a_row and not self.rolled_back
+        spared = own_rows and in_a_row < MAX_IN_A_ROW and not self.rolled_back
         worse = replace(
             self,
-            lr_factor=self.lr_factor if spared else max(self.lr_factor / bounds.lr_divisor, LEAST_LR_FACTOR),
+            lr_factor=self.lr_factor if spared else max(self.lr_factor / LR_DIVISOR, LEAST_LR_FACTOR),
             nonfinite_in_a_row=in_a_row,
             episode_start=step if self.episode_start is None else self.episode_start,
             finite_in_a_row=0,
         )
-        if worse.nonfinite_in_a_row < bounds.max_in_a_row or self.rolled_back:
+        if in_a_row < MAX_IN_A_ROW or self.rolled_back:
             return worse
         return replace(worse, nonfinite_in_a_row=0, rolled_back=True, rollbacks=self.rollbacks + 1)
 
-    def is_exhausted(self, bounds: Bounds) -> bool:
+    @property
+    def is_exhausted(self) -> bool:
         """True if no response is left inside the run."""
-        return self.rolled_back and self.nonfinite_in_a_row >= bounds.max_in_a_row
+        return self.rolled_back and self.nonfinite_in_a_row >= MAX_IN_A_ROW
 
 
 @dataclass(frozen=True)
@@ -175,10 +169,6 @@ class RecoveryState:
         """
         known = [batch.rows for batch in self.bad_batches if batch.step == step]
         return bool(known) and tuple(rows(step)) in known
-
-    def after_other_step(self) -> RecoveryState:
-        """The state after a step in which not all agents were nonfinite."""
-        return replace(self, bad_batches_in_a_row=0) if self.bad_batches_in_a_row else self
 
     def after_bad_batch(self, batch: BadBatch) -> RecoveryState:
         """The state after a step in which all agents were nonfinite."""
@@ -233,15 +223,6 @@ class History:
     agent_steps: int = 0
     planned: tuple[CrowdChange, ...] = ()
     made: tuple[CrowdChange, ...] = ()
-
-    def with_planned(self, changes: Sequence[CrowdChange]) -> History:
-        """The history with more changes to come. A known change counts once."""
-        new = [change for change in changes if change not in (*self.planned, *self.made)]
-        return replace(self, planned=tuple(sorted((*self.planned, *new), key=lambda change: change.step)))
-
-    def due(self, step: int) -> tuple[CrowdChange, ...]:
-        """The changes that act when `step` steps are taken."""
-        return tuple(change for change in self.planned if change.step <= step)
 
 
 @dataclass(frozen=True)
@@ -309,6 +290,11 @@ class TrainState:
         """The names of the agents, as metrics, the log and checkpoints have them."""
         return [agent.name for agent in self.agents]
 
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """The places of agents that take no steps any more, because no response has helped them."""
+        return tuple(k for k, agent in enumerate(self.agents) if agent.recovery.is_exhausted)
+
     def lr_factor(self, agent: int) -> float:
         """The factor on the scheduled learning rate of an agent; exactly 1 in a run without faults."""
         return self.recovery.requested_lr_factor * self.agents[agent].recovery.lr_factor
@@ -325,28 +311,28 @@ class TrainState:
         """Optimizer steps taken, counted for every agent that took them: they compare runs of different crowds."""
         return self.history.agent_steps + (self.step - self.history.since) * len(self.agents)
 
-    def objection(self, change: CrowdChange, dropped: Collection[int] = ()) -> str | None:
-        """Why a change that somebody asks for cannot be made; None if it can.
-
-        Args:
-            dropped: numbers of the agents that take no steps any more.
-        """
+    def objection(self, change: CrowdChange) -> str | None:
+        """Why a change that somebody asks for cannot be made; None if it can."""
         if later := [each.step for each in self.history.planned if each.step > change.step]:
             asked = f"an earlier attempt was asked for changes, the last after step {max(later)}"
             return f"agent{change.agent} stays: {asked}: ask again then"
         if change.agent not in self.numbers:
             return f"there is no agent{change.agent}: there are {', '.join(self.names)}"
-        if {*self.numbers} <= {change.agent, *dropped}:
+        if {*self.numbers} <= {change.agent, *(self.numbers[place] for place in self.dropped)}:
             return f"agent{change.agent} is the only agent that trains"
         return None
 
     def with_planned(self, changes: Sequence[CrowdChange]) -> TrainState:
-        """The state with more changes of the crowd to come."""
-        return replace(self, history=self.history.with_planned(changes))
+        """The state with more changes of the crowd to come. A known change counts once."""
+        history = self.history
+        new = [change for change in changes if change not in (*history.planned, *history.made)]
+        planned = tuple(sorted((*history.planned, *new), key=lambda change: change.step))
+        return replace(self, history=replace(history, planned=planned))
 
     def after_changes(self) -> TrainState:
         """The state after the changes of the crowd that are due; the search for its best step begins again."""
-        due, history = self.history.due(self.step), self.history
+        history = self.history
+        due = tuple(change for change in history.planned if change.step <= self.step)
         if not due:
             return self
         stopped = {change.agent for change in due}
@@ -402,11 +388,6 @@ class TrainState:
         return replace(
             self, validation=Validation(metric), agents=tuple(replace(each, best=None) for each in self.agents)
         )
-
-    @property
-    def best_steps(self) -> BestSteps:
-        """The best evaluations of the crowd and of each agent."""
-        return BestSteps(self.validation.metric, self.validation.crowd, tuple(each.best for each in self.agents))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:

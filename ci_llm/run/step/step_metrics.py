@@ -219,16 +219,12 @@ class Learning:
             for looks, norm, loss in zip(before, norms, losses, strict=True)
         ]
 
-    def has_seen_enough(self) -> bool:
-        """True if enough steps were seen to withdraw a warning."""
-        return self.first_loss is not None and len(self._recent) == self.window
-
     def warning(self) -> str | None:
         """The warning in a sentence; None if there is none."""
         if still := [k for k, looks in enumerate(self._still) if looks >= LOOKS]:
             now = statistics.fmean(self._recent[-1][k] for k in still)
             return f"no gradient reaches {self._named(still)} any more, at a loss of {now:.3g}: nothing is learned"
-        if not self.has_seen_enough():
+        if self.first_loss is None or len(self._recent) < self.window:
             return self.earlier
         if risen := [k for k in range(len(self._recent[0])) if self._has_risen(k)]:
             now = statistics.fmean(loss for k in risen for loss in self._recent_of(k))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ci_llm.run.end.emergency_save import EmergencySave
+from ci_llm.run.emergency_save import EmergencySave
 
 device = torch.device("cuda", 1)
 torch.cuda.set_device(device)

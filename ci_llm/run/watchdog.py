@@ -9,24 +9,20 @@ other one can end a process whose main thread waits in a collective.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
-import tempfile
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-import psutil
-
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.errors import Hang
-from ci_llm.interrupts import STACKS_SIGNAL
 from ci_llm.logs.run_log import LOG_NAME
 from ci_llm.run.attempt import Attempt
-from ci_llm.run.step.rounds import Heartbeat
 
 #: The limit until a step was measured: as long as a collective waits for a machine that went silent.
 FIRST_S: Final = 1800.0
@@ -35,21 +31,36 @@ TIMES: Final = 10.0
 LEAST_S: Final = 300.0
 
 
-class SilenceTimer:
-    """Measures the silence of a heartbeat by adding up looks, so that time in a stopped process does not count."""
+class Heartbeat:
+    """Signs of life of the main thread, which gives them at no cost, and the silence since the last one.
 
-    def __init__(self, heartbeat: Heartbeat) -> None:
-        self._heartbeat, self._ticks = heartbeat, heartbeat.ticks
-        self._longest_s = 0.0
-        self.seconds = 0.0
+    The watchdog adds up the silence by its looks, so that time in a stopped process does not count.
+    """
 
-    def advance(self, seconds: float) -> None:
-        """Count the seconds since the last look, unless there was a sign of life."""
-        if self._heartbeat.is_resting or self._heartbeat.ticks != self._ticks:
-            self._longest_s = max(self._longest_s, 0.0 if self._heartbeat.is_resting else self.seconds)
-            self._ticks, self.seconds = self._heartbeat.ticks, 0.0
+    def __init__(self) -> None:
+        self._ticks = self._seen = self._rests = 0
+        self.silent_s = self._longest_s = 0.0
+
+    def tick(self) -> None:
+        self._ticks += 1
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Suspend the limit within the block: the run waits for a full disk, for instance."""
+        self._rests += 1
+        try:
+            yield
+        finally:
+            self._rests -= 1
+            self.tick()
+
+    def look(self, seconds: float) -> None:
+        """Count the seconds since the last look as silence, unless there was a sign of life."""
+        if self._rests or self._ticks != self._seen:
+            self._longest_s = max(self._longest_s, 0.0 if self._rests else self.silent_s)
+            self._seen, self.silent_s = self._ticks, 0.0
         else:
-            self.seconds += seconds
+            self.silent_s += seconds
 
     def limit_s(self, *, step_measured: bool) -> float:
         """Seconds of silence that are a hang."""
@@ -67,13 +78,12 @@ class Watchdog:
     Args:
         heartbeat: the heartbeat of the main thread.
         step: returns the optimizer steps taken.
-        stacks: made before the workers of the data loader, whose stacks it takes as well.
     """
 
-    def __init__(self, attempt: Attempt, heartbeat: Heartbeat, step: Callable[[], int], stacks: Stacks) -> None:
-        self._attempt, self._step, self._stacks = attempt, step, stacks
+    def __init__(self, attempt: Attempt, heartbeat: Heartbeat, step: Callable[[], int]) -> None:
+        self._attempt, self._step = attempt, step
         self._run_folder, self._processes = attempt.config.run_folder, attempt.processes
-        self._silence = SilenceTimer(heartbeat)
+        self._heartbeat = heartbeat
         self._meeting = attempt.folder / "hang"
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ci_llm watchdog", daemon=True)
@@ -89,10 +99,10 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._over.wait(TICK_S):
             # The nominal second, not a clock: time in which a whole machine was suspended is not silence.
-            self._silence.advance(TICK_S)
+            self._heartbeat.look(TICK_S)
             # Until a step was measured, a longer silence is allowed.
-            limit_s = self._silence.limit_s(step_measured=bool(self._attempt.pace.steps_s))
-            if self._silence.seconds >= limit_s:
+            limit_s = self._heartbeat.limit_s(step_measured=bool(self._attempt.pace.steps_s))
+            if self._heartbeat.silent_s >= limit_s:
                 self._end(f"no progress for {limit_s:.0f} s")
             elif self._meeting.exists():
                 self._end("another process of this run makes no progress")
@@ -124,7 +134,7 @@ class Watchdog:
         yield partial(make_folders, self._meeting)  # from now on the other processes see that this one hangs
         of_process, of_attempt = self._attempt.records_of_failure(step, error)
         yield of_process
-        stacks = f"hang: {what}; stacks of process {index}\n{self._stacks.take()}\n"
+        stacks = f"hang: {what}; stacks of process {index}\n{_stacks()}\n"
         yield partial(self._append_to_log, stacks)
         yield partial(write_bytes, self._meeting / f"process_{index}.txt", stacks.encode())
         yield of_attempt
@@ -141,56 +151,11 @@ class Watchdog:
             time.sleep(TICK_S / 10)
 
 
-#: How long all children together may take. They are asked one after the other, because they write into one file.
-_ANSWERS_S: Final = 4.0
-#: A process that writes nothing for this long has written everything; on a busy machine it may pause between lines.
-_LOOK_S: Final = 0.2
-
-
-class Stacks:
-    """Stacks on demand. Make it before the workers are forked; a context manager.
-
-    `faulthandler` writes the stacks in C, so it works even when Python is stuck. A fork inherits its handler and its
-    file: loader workers that start later write into the same file.
-    """
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as this does
-        faulthandler.register(STACKS_SIGNAL, file=self._file, all_threads=True, chain=False)
-
-    def __enter__(self) -> Stacks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        faulthandler.unregister(STACKS_SIGNAL)
-        self._file.close()
-
-    def take(self) -> str:
-        """The stacks of all threads of this process, and of every child process that answers in time."""
-        end = self._end()
-        faulthandler.dump_traceback(self._file)
-        stacks = [f"process {os.getpid()}:", self._since(end)]
-        until, children = time.monotonic() + _ANSWERS_S, psutil.Process().children(recursive=True)
-        for left, child in zip(range(len(children), 0, -1), children, strict=True):
-            end, now = self._end(), time.monotonic()
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.send_signal(STACKS_SIGNAL)
-            if self._has_answered(end, now + (until - now) / left):
-                stacks += [f"its child process {child.pid}:", self._since(end)]
-        return "\n".join(stacks)
-
-    def _has_answered(self, end: int, until: float) -> bool:
-        """True if the file has grown beyond `end` in time; returns once it has stopped growing."""
-        seen = end
-        while time.monotonic() < until:
-            time.sleep(_LOOK_S)
-            before, seen = seen, self._end()
-            if end < seen == before:
-                break
-        return seen > end
-
-    def _end(self) -> int:
-        return os.fstat(self._file.fileno()).st_size
-
-    def _since(self, end: int) -> str:
-        return os.pread(self._file.fileno(), self._end() - end, end).decode(errors="replace").rstrip()
+def _stacks() -> str:
+    """The stacks of all threads of this process. It reads no file, not even sources: the disk may be what hangs."""
+    names, lines = {each.ident: each.name for each in threading.enumerate()}, list[str]()
+    for thread, frame in sys._current_frames().items():
+        lines.append(f"thread {names.get(thread, thread)}, innermost call first:")
+        for at, number in traceback.walk_stack(frame):
+            lines.append(f'  File "{at.f_code.co_filename}", line {number} in {at.f_code.co_name}')
+    return "\n".join(lines)

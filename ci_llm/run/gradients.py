@@ -1,8 +1,12 @@
-"""The facts of a whole step that an objective needs before the first backward pass: counts, and KTO's `kl`.
+"""The gradients of one optimizer step on this process: what its objective needs to know of the step, then the passes.
 
-The counts follow from the plan, which every process can compute, and from the rows. `kl` needs passes of its own over
-mismatched rows: the prompt of each row with the answer of the row before it in the step, whichever process has that
-row. A vote adds up their sums, and tells whether memory ran out on some process.
+An objective of pairs or rated rows learns counts and KTO's `kl` first. The counts follow from the plan, which every
+process can compute, and from the rows. `kl` needs passes of its own over mismatched rows: the prompt of each row with
+the answer of the row before it in the step, whichever process has that row. A vote adds up their sums, and tells
+whether memory ran out on some process.
+
+Losses are summed, so that the gradients of all passes add up. Nothing is sent here: under `no_sync` a process that runs
+out of memory leaves nobody waiting. `apply_gradients` (loop.py) reduces them, and clips them with `AgentStorage.clip`.
 
 Legend: K agents.
 """
@@ -18,14 +22,59 @@ from torch import Tensor
 
 from ci_llm.core.determinism import seed_everything
 from ci_llm.core.memory import unless_out_of_memory
-from ci_llm.crowd.objective import Preferences, StepFacts, TrainedObjective
+from ci_llm.crowd.objective import Preferences, StepFacts, StepLoss, TrainedObjective
 from ci_llm.data.agent_rows import Course, once_each
 from ci_llm.data.batches import Batch, MicroBatch, Owned, pack
 from ci_llm.data.dealing import Plan
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.data.units import Unit
-from ci_llm.distributed.ballot import Ballot
+from ci_llm.distributed.ballot import Ballot, StepSums
+from ci_llm.run.step.nonfinite import nonfinite_here
 from ci_llm.run.trainer import Trainer
+
+
+def compute_gradients(
+    trainer: Trainer,
+    step: int,
+    micro_batches: Sequence[MicroBatch],
+    objective: TrainedObjective,
+    loss_scale: float | None,
+) -> Ballot:
+    """Forward and backward of every micro-batch; the gradients add up in the crowd's storage.
+
+    Args:
+        micro_batches: those of this process.
+        objective: that of the run, with the facts of the step.
+        loss_scale: the factor on fp16 losses; None in every other precision.
+
+    Returns:
+        the ballot of this process, with its sums and the agents that are not finite here.
+    """
+    accelerator, model, crowd = trainer.processes.accelerator, trainer.prepared.model, trainer.crowd
+    process, counted = accelerator.process_index, 0
+    model.train()
+    crowd.storage.begin_step(step)
+    size = StepSums.size(crowd.num_agents, metrics=len(objective.metric_names))
+    sums = torch.zeros(size, dtype=torch.float64, device=crowd.device)
+    for number, batch in enumerate(micro_batches):
+        crowd.storage.begin_micro_step(step, process, number)
+        losses = list[StepLoss]()
+        for rows in crowd.parts([own.to(crowd.device) for own in batch]):
+            trainer.heartbeat.tick()
+            # Keyed, not sequential: what is drawn here depends on nothing that happened before, so a resume draws
+            # the same, and so does an agent that is alone.
+            seed_everything(trainer.config.seed, "micro-step", step, process, number)
+            with accelerator.no_sync(model):
+                with accelerator.autocast():
+                    found = [objective(output, step) for output in model(rows)]
+                total = found[0].total if len(found) == 1 else torch.stack([loss.total for loss in found]).sum()
+                accelerator.backward(total if loss_scale is None else total * loss_scale)
+            losses += found
+        loss = objective.together(losses, crowd.num_agents, step)
+        tokens = sum(own.batch.num_tokens for own in batch)
+        sums += StepSums.pack(loss.task, loss.targets, loss.diversity, tokens, loss.metrics)
+        counted += sum(objective.count(own.batch) for own in batch)
+    return Ballot(counted, nonfinite_here(crowd.storage.gradients, sums[: crowd.num_agents]), sums)
 
 
 def objective_of_step(
