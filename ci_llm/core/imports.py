@@ -63,6 +63,7 @@ _OWN: Final = {
     "ci_llm.crowd.aggregators": "probability logit majority rerank weighted_vote",
     "ci_llm.crowd.diversity": "none swd",
     "ci_llm.crowd.metrics": "exact_match string_match",
+    "ci_llm.objectives": "sft classification dpo grpo kto orpo regression reward simpo",
 }
 
 
@@ -75,7 +76,8 @@ def plugin_names(package: str, first: str | None = None) -> tuple[str, ...]:
     spec = find_spec(package)
     assert spec is not None, f"{package} is a package of this project"
     names = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)]
-    return (*_OWN.get(package, "").split(), *sorted(names, key=lambda name: (name != first, name)))
+    names.sort(key=lambda name: (name != first, name))
+    return tuple(dict.fromkeys([*_OWN.get(package, "").split(), *names]))
 
 
 #: What a user named as `module:name`: typed, in a call or in a configuration file. Nothing else is imported,

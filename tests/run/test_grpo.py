@@ -36,8 +36,7 @@ from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import ConfigError, DataError, RewardFailed
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import objective_of
-from ci_llm.objectives.grpo import advantages, spread, total_rewards
-from ci_llm.objectives.grpo.metrics import Watch, metrics_of
+from ci_llm.objectives.grpo import Watch, advantages, metrics_of, spread, total_rewards
 from ci_llm.objectives.grpo.rewards import Reward, judged, require_answers, rewards_of
 from ci_llm.run.step.rollout import Group, Rollout, Rollouts
 from tests.crowd.test_preferences import gradients_of, load

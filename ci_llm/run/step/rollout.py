@@ -36,8 +36,7 @@ from ci_llm.data.prompts import Prompter
 from ci_llm.data.units import unit_of
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import RewardFailed
-from ci_llm.objectives.grpo import advantages, spread, total_rewards
-from ci_llm.objectives.grpo.metrics import SumAndCount, Watch, metrics_of
+from ci_llm.objectives.grpo import SumAndCount, Watch, advantages, metrics_of, spread, total_rewards
 from ci_llm.objectives.grpo.rewards import failed_elsewhere
 from ci_llm.run.step.step_metrics import StepMetrics
 
