@@ -63,7 +63,7 @@ _OWN: Final = {
     "ci_llm.crowd.aggregators": "probability logit majority rerank weighted_vote",
     "ci_llm.crowd.diversity": "none swd",
     "ci_llm.crowd.metrics": "exact_match string_match",
-    "ci_llm.objectives": "sft classification dpo grpo kto orpo regression reward simpo",
+    "ci_llm.objectives": "sft classification dpo kto orpo regression reward simpo",
 }
 
 
@@ -76,8 +76,7 @@ def plugin_names(package: str, first: str | None = None) -> tuple[str, ...]:
     spec = find_spec(package)
     assert spec is not None, f"{package} is a package of this project"
     names = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)]
-    names.sort(key=lambda name: (name != first, name))
-    return tuple(dict.fromkeys([*_OWN.get(package, "").split(), *names]))
+    return (*_OWN.get(package, "").split(), *sorted(names, key=lambda name: (name != first, name)))
 
 
 #: What a user named as `module:name`: typed, in a call or in a configuration file. Nothing else is imported,
@@ -111,12 +110,11 @@ def import_named(name: str, key: str) -> Any:
     if not may_import(name):
         what = f"a checkpoint names the function {name}, and no code is imported on its word"
         raise ConfigError(what, where=f"{key}: {name}", hint=f"name it yourself, if you trust it: {key}={name}")
-    module, _, attribute = name.partition(":")
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)  # and it stays: the module may import its neighbours when it is called
     try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"there is no such {key}: {error}",
             where=f"{key}: {name}",

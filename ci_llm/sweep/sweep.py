@@ -28,8 +28,7 @@ from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.evaluation_file import Evaluation
 from ci_llm.core.run_folder import BEGINNING, SEGMENTS, SWEEP, Recovery, read_known, read_recovery, write_recovery
 from ci_llm.errors import AllTrialsFailed, BadInput, CheckpointError
-from ci_llm.sweep.samplers import new_settings
-from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial
+from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial, new_settings
 
 FORMAT_VERSION: Final = 1
 
