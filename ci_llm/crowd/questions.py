@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, tee
 from statistics import median
@@ -15,16 +15,15 @@ from typing import Final, Protocol
 
 import torch
 import xxhash
-from torch import Tensor
 
-from ci_llm.core.evaluation_file import Asked, Figure
+from ci_llm.core.evaluation_file import Asked
 from ci_llm.core.measures import JudgedBy
 from ci_llm.crowd.aggregators import find_vote, majority
 from ci_llm.crowd.generation import Wanted, generate_each
 from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import Decoding, ends_of_base, num_positions
-from ci_llm.crowd.scoring import own_rows, shares
+from ci_llm.crowd.scoring import AnswerScores, Solved
 from ci_llm.crowd.uncertainty import TokenUncertainty
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompter, last_answer
@@ -149,81 +148,6 @@ def asked_of(sets: Sequence[Questions], max_new_tokens: int) -> Asked:
 
 
 @dataclass(frozen=True)
-class Solved:
-    """One question with the answer of the crowd, for people.
-
-    Attributes:
-        answer: the crowd's whole text.
-        wanted: the right final answer.
-        right: [K+2] whose final answers are right: K agents, the crowd, the vote.
-    """
-
-    question: str
-    answer: str
-    wanted: str
-    right: tuple[bool, ...]
-
-
-@dataclass(frozen=True)
-class AnswerScores:
-    """The right ones among the final answers.
-
-    Attributes:
-        right: [K+2, n] bool: K agents, the crowd, the vote.
-        example: the first question; None without questions.
-        own: per agent the questions that score it, if agents are evaluated on rows of their own; empty if all questions
-            score all agents.
-        asked: the identity of the questions; None before that of all sets is known.
-    """
-
-    right: Tensor
-    example: Solved | None = None
-    own: tuple[slice, ...] = ()
-    asked: Asked | None = None
-
-    @classmethod
-    def of(
-        cls, answers: Iterable[Answers], prompter: Prompter, questions: Questions, lines: int, stop: Callable[[], bool]
-    ) -> AnswerScores | None:
-        """The scores of answers, in their order; None if `stop`, called after every question, returned True.
-
-        Args:
-            questions: the questions that were answered.
-            lines: K+2, which is also known where no question was answered.
-        """
-        right, example = list[list[bool]](), None
-        for each in answers:
-            if stop():
-                return None
-            right.append(each.right)
-            if example is None:
-                question = prompter.question(questions.prompts[each.number])
-                example = Solved(question, each.crowd, questions.answers[each.number], tuple(each.right))
-        return cls(torch.tensor(right, dtype=torch.bool).view(-1, lines).T, example)
-
-    @classmethod
-    def joined(cls, parts: Iterable[AnswerScores]) -> AnswerScores:
-        """The questions of all parts, in order."""
-        listed = list(parts)
-        example = next((part.example for part in listed if part.example is not None), None)
-        return cls(torch.cat([part.right for part in listed], dim=1), example)
-
-    @classmethod
-    def of_sets(cls, sets: Sequence[AnswerScores], of_agent: Sequence[int]) -> AnswerScores:
-        """The questions of several sets, each of which scores its own agents.
-
-        Args:
-            of_agent: the number of each agent's set.
-        """
-        return replace(cls.joined(sets), own=own_rows([part.right.shape[1] for part in sets], of_agent))
-
-    @property
-    def shares(self) -> Figure:
-        """The share of right answers; differences are paired over all questions."""
-        return shares(self.right[:-1], self.own, self.right[-1])
-
-
-@dataclass(frozen=True)
 class Answers:
     """The answers to one question.
 
@@ -287,6 +211,26 @@ def answer_questions(
         wanted_answer = questions.answers[number]
         right = [answer == wanted_answer != "" for answer in (*own, crowds, majority(own, crowds))]
         yield Answers(number, agents, together, right, generated.uncertainties)
+
+
+def answer_scores(
+    answers: Iterable[Answers], prompter: Prompter, questions: Questions, lines: int, stop: Callable[[], bool]
+) -> AnswerScores | None:
+    """The scores of answers, in their order; None if `stop`, called after every question, returned True.
+
+    Args:
+        questions: the questions that were answered.
+        lines: K+2, which is also known where no question was answered.
+    """
+    right, example = list[list[bool]](), None
+    for each in answers:
+        if stop():
+            return None
+        right.append(each.right)
+        if example is None:
+            question = prompter.question(questions.prompts[each.number])
+            example = Solved(question, each.crowd, questions.answers[each.number], tuple(each.right))
+    return AnswerScores(torch.tensor(right, dtype=torch.bool).view(-1, lines).T, example)
 
 
 def _spread(numbers: Sequence[int], count: int) -> list[int]:

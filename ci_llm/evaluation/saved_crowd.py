@@ -25,15 +25,14 @@ from ci_llm.core.evaluation_file import NOBODY, Asked, Evaluation, Figure
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.core.work import Listener, counted, listeners
 from ci_llm.crowd.card import public_name
-from ci_llm.crowd.figures import base_scores, best_agent, fields_of
 from ci_llm.crowd.given_path import is_base, require_checkpoint
 from ci_llm.crowd.judging import Classes, Ranking, rank
 from ci_llm.crowd.metrics import Reader
 from ci_llm.crowd.objective import Preferences
 from ci_llm.crowd.pretrained import default_names, located
-from ci_llm.crowd.questions import Answers, AnswerScores, answer_questions, asked_of
+from ci_llm.crowd.questions import Answers, answer_questions, asked_of
 from ci_llm.crowd.rewarding import RewardScorer
-from ci_llm.crowd.scoring import Scores, score
+from ci_llm.crowd.scoring import AnswerScores, Scores, base_scores, best_agent, fields_of, score
 from ci_llm.crowd.uncertainty import Calibration, fit, of_text, signals
 from ci_llm.data.batches import in_order, pack
 from ci_llm.data.dealing import share

@@ -15,8 +15,8 @@ from ci_llm.crowd.aggregators import majority
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.metrics import AnswerStyle, final_answer
 from ci_llm.crowd.next_token import Decoding
-from ci_llm.crowd.questions import AnswerScores, Questions, answer_questions
-from ci_llm.crowd.scoring import paired_gain
+from ci_llm.crowd.questions import Questions, answer_questions, answer_scores
+from ci_llm.crowd.scoring import AnswerScores, paired_gain
 from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Chat, Completion, Message
@@ -35,7 +35,7 @@ def score_answers(
     stop: Callable[[], bool] = lambda: False,
 ) -> AnswerScores | None:
     answers = answer_questions(crowd, prompter, questions, batches, **HOW, stop=stop)
-    return AnswerScores.of(answers, prompter, questions, crowd.num_agents + 2, stop)
+    return answer_scores(answers, prompter, questions, crowd.num_agents + 2, stop)
 
 
 @pytest.mark.parametrize(

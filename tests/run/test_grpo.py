@@ -25,10 +25,9 @@ from ci_llm.base.load import load_base
 from ci_llm.config import Config
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
-from ci_llm.crowd.completions import Asked, Drawer
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import GrpoObjective
-from ci_llm.crowd.rewarding import Asking, RewardScorer, rewards_of_group
+from ci_llm.crowd.rewarding import Asked, Asking, Drawer, RewardScorer, rewards_of_group
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize

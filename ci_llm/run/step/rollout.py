@@ -26,10 +26,9 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.determinism import seed_everything
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_folder import COMPLETIONS
-from ci_llm.crowd.completions import Asked, Drawer
 from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.objective import GrpoObjective
-from ci_llm.crowd.rewarding import Asking, rewards_of_group
+from ci_llm.crowd.rewarding import Asked, Asking, Drawer, rewards_of_group
 from ci_llm.data.agent_rows import Course, Courses
 from ci_llm.data.batches import Batch, MicroBatch, Owned, pack
 from ci_llm.data.prompts import Prompter
