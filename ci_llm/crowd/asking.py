@@ -8,13 +8,11 @@ Legend: K agents, T new tokens.
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self, TypedDict, Unpack
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from ci_llm.crowd import generation
 from ci_llm.crowd.aggregators import find_vote
@@ -24,19 +22,11 @@ from ci_llm.crowd.next_token import Decoding, Generated, TokenIds, ends_of_base,
 from ci_llm.crowd.uncertainty import TokenUncertainty, Uncertainty, agreement, calibrated, of_text, signals
 from ci_llm.data.batches import Batch, Packable, in_order
 from ci_llm.data.encoder import Example
-from ci_llm.data.prompts import Prompt, Prompter, spoken
+from ci_llm.data.prompts import Prompt
 from ci_llm.errors import BadInput, ModelError
 
 logger = logging.getLogger(__name__)
 _DRAWING: Final = ("temperature", "top_p", "top_k")
-
-
-#: The character in decoded text for bytes that are not a complete character.
-_INCOMPLETE = "\ufffd"
-#: How many tokens are decoded again with new ones, because a token's text may depend on those before it.
-_WINDOW: Final = 16
-#: A token that stands for one byte, as in Llama 2's vocabulary: several in a row are decoded together.
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class Choices(TypedDict, total=False):
@@ -85,17 +75,6 @@ class Answer(Uncertainty):
     tokens: tuple[TokenUncertainty, ...]
 
 
-def prompter_of(crowd: CrowdModel) -> Prompter:
-    """The crowd's prompter. Raises ModelError if it does not have one."""
-    if crowd.prompter is None:
-        raise ModelError(
-            "this crowd has no tokenizer",
-            where="Crowd.generate",
-            hint="set crowd.prompter = ci_llm.Prompter(tokenizer), or take Crowd.generate_ids",
-        )
-    return crowd.prompter
-
-
 def ends_of_answers(crowd: CrowdModel, stop_strings: Sequence[str] = ()) -> frozenset[int]:
     """The token ids that end an answer: the prompter's, the base's, and stop strings that are special tokens.
 
@@ -103,7 +82,7 @@ def ends_of_answers(crowd: CrowdModel, stop_strings: Sequence[str] = ()) -> froz
         ModelError: the crowd has no prompter.
         DataError: its chat template fails.
     """
-    prompter = prompter_of(crowd)
+    prompter = crowd.prompter
     return prompter.ends | ends_of_base(crowd.model) | prompter.ends_among(stop_strings)
 
 
@@ -189,7 +168,7 @@ def _pieces(asking: _Asking) -> Generator[str, None, Answer]:
             yield answer.answer
         return answer
     pieces: list[str] = []
-    text = TextSoFar(asking.prompter.tokenizer, options.stop_strings, pieces.append)
+    text = generation.TextSoFar(asking.prompter.tokenizer, options.stop_strings, pieces.append)
     wanted = generation.Wanted(options, uncertainty=True)
     requests = generation.requests_of(crowd, 0, ids, wanted)
     decoder = Decoder(crowd, slots=1)
@@ -206,84 +185,6 @@ def _pieces(asking: _Asking) -> Generator[str, None, Answer]:
     text.finish(found.ids)
     yield from pieces
     return asking.answer(prompt, found)
-
-
-def cut(text: str, stop_strings: Sequence[str]) -> str:
-    """The text before the first stop string in it."""
-    found = [at for at in (text.find(string) for string in stop_strings) if at >= 0]
-    return text[: min(found)] if found else text
-
-
-def held_back(text: str, stop_strings: Sequence[str]) -> int:
-    """The length of the longest end of `text` with which a stop string begins, or 0."""
-    longest = max(map(len, stop_strings), default=1) - 1
-    lengths = range(min(longest, len(text)), 0, -1)
-    return next((n for n in lengths if any(string.startswith(text[-n:]) for string in stop_strings)), 0)
-
-
-class TextSoFar:
-    """The text of an answer that still grows, emitted in pieces whose sum is the whole text.
-
-    A piece has whole characters only, and nothing that a stop string may still cut off.
-
-    Args:
-        tokenizer: decodes the ids; special tokens are left out.
-        stop_strings: the text ends before the first of them.
-        emit: called with each piece.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        stop_strings: Sequence[str],
-        emit: Callable[[str], None] = lambda piece: None,
-    ) -> None:
-        self._tokenizer, self._stop_strings, self._emit = tokenizer, stop_strings, emit
-        self._emitted = ""
-        self._start, self._read, self._before, self._context = 0, 0, "", ""
-
-    def update(self, ids: Sequence[int]) -> bool:
-        """Emit the text that further ids cannot change; True if a stop string is in it."""
-        text = self._so_far(self._settled(spoken(self._tokenizer, ids))).rstrip(_INCOMPLETE)
-        kept = cut(text, self._stop_strings)
-        if len(kept) < len(text):
-            self._advance(kept)
-            return True
-        if self._tokenizer.clean_up_tokenization_spaces:  # a sign that follows takes the space away
-            text = text[: max(0, text.rfind(" "))]
-        self._advance(text[: len(text) - held_back(text, self._stop_strings)])
-        return False
-
-    def _so_far(self, ids: Sequence[int]) -> str:
-        """The text of all ids, of which only the last are decoded: decoding all every time would take T² steps."""
-        fresh = self._decode(ids[self._start :])
-        text = self._before + fresh[len(self._context) :]
-        is_settled = not fresh.endswith(_INCOMPLETE) and not self._tokenizer.clean_up_tokenization_spaces
-        if not is_settled or len(ids) - self._read < _WINDOW:
-            return text
-        context = self._decode(ids[self._read :])
-        if context.strip():
-            self._start, self._read, self._before, self._context = self._read, len(ids), text, context
-        return text
-
-    def finish(self, ids: Sequence[int]) -> None:
-        """Emit the rest of the text of all ids."""
-        self._advance(cut(self._decode(spoken(self._tokenizer, ids)), self._stop_strings))
-
-    def _advance(self, text: str) -> None:
-        if len(text) > len(self._emitted):
-            self._emit(text[len(self._emitted) :])
-            self._emitted = text
-
-    def _settled(self, ids: Sequence[int]) -> Sequence[int]:
-        """The ids without the byte tokens at their end, whose characters one more byte may change."""
-        end = len(ids)
-        while end and _BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(int(ids[end - 1])))):
-            end -= 1
-        return ids[:end]
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
 class Stream(Iterator[str]):
@@ -333,7 +234,7 @@ class _Asking:
 
     def __init__(self, crowd: CrowdModel, prompts: Sequence[Prompt], options: Decoding) -> None:
         self.crowd, self.prompts, self.options = crowd, prompts, options
-        self.prompter = prompter_of(crowd)
+        self.prompter = crowd.prompter
         self.ids = [self.prompter.ids(prompt) for prompt in prompts]
         if self.ids:
             free_positions(crowd.model, self.ids)
@@ -348,17 +249,12 @@ class _Asking:
             self.options,
             include_agents=include_agents and bool(self.crowd.names),  # a base alone has no agents to include
             uncertainty=uncertainty,
-            is_over=self._has_stopped if self.options.stop_strings else None,
-            answers_of=lambda texts: generation.final_answers([self.text(ids) for ids in texts]),
         )
         return generation.generate_each(self.crowd, enumerate(self.ids), wanted, at_a_time)
 
-    def _has_stopped(self, ids: TokenIds) -> bool:
-        return TextSoFar(self.prompter.tokenizer, self.options.stop_strings).update(ids)
-
     def text(self, ids: TokenIds) -> str:
         """The text of token ids, cut before the first stop string in it."""
-        return cut(self.prompter.text(ids), self.options.stop_strings)
+        return generation.text_of(self.crowd, ids, self.options)
 
     def answer(self, prompt: Prompt, found: Generated) -> Answer:
         """The answer to a prompt, with how sure the crowd is of it."""
@@ -403,7 +299,7 @@ def answered_rows(crowd: CrowdModel, prompts: Sequence[Prompt], answers: str | S
     given = [answers] if isinstance(answers, str) else list(answers)
     if len(prompts) != len(given):
         raise BadInput(f"{len(prompts)} prompts and {len(given)} answers", where="answers", hint="give one for each")
-    prompter = prompter_of(crowd)
+    prompter = crowd.prompter
     return [prompter.row(prompt, answer) for prompt, answer in zip(prompts, given, strict=True)]
 
 

@@ -46,7 +46,7 @@ class Crowd(CrowdModel):
         pad_id: token id that fills padded rows.
 
     Attributes:
-        prompter: formats prompts for `generate`; None until it is set.
+        prompter: formats prompts for `generate`; a ModelError until it is set.
         calibration: the lessons of validation rows about the answers; None until `ci-llm evaluate --calibrate`.
         common_start: True if all agents began with the same weights, so that the mean of their weights is an agent.
         names: the agents' folders in a checkpoint, agent0, agent1, ...; a run that stops agents leaves gaps. Empty
@@ -103,7 +103,7 @@ class Crowd(CrowdModel):
         Raises:
             ModelError: the folder exists. CheckpointError: it cannot be written.
         """
-        tokenizer = tokenizer_files(self.prompter.tokenizer) if self.prompter else {}
+        tokenizer = tokenizer_files(self._prompter.tokenizer) if self._prompter else {}
         meta = self.meta(fingerprint_of(self.model))
         write_crowd(Path(folder), self.adapter_files(), meta, tokenizer, calibration=self.calibration)
 
@@ -119,7 +119,7 @@ class Crowd(CrowdModel):
             "base_model_name_or_path": self.base_name,
             "base_fingerprint": fingerprint,
             "base_dtype": next(name for name, dtype in DTYPES.items() if dtype == self.model.dtype),
-            "prompt_form": self.prompter.form if self.prompter else "chat",
+            "prompt_form": self._prompter.form if self._prompter else "chat",
             "common_start": self.common_start,
             "lora": self.settings.to_dict(),
             **({"head": self._head_facts} if self.settings.outputs else {}),

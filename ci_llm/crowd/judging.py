@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ci_llm.core.evaluation_file import Difference, Figure, Intervals, Judgement
 from ci_llm.core.measures import LEAST_ROWS, METRICS
-from ci_llm.crowd.asking import answered_rows, batches_of, prompter_of
+from ci_llm.crowd.asking import answered_rows, batches_of
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import num_positions
 from ci_llm.crowd.objective import Preferences
@@ -376,7 +376,7 @@ def score_texts(
 def _read_by_heads(
     crowd: CrowdModel, texts: Prompt | Sequence[Prompt], answers: str | Sequence[str] | None
 ) -> list[Example]:
-    prompter = prompter_of(crowd)
+    prompter = crowd.prompter
     if answers is None:
         found = [prompter.read(text, is_answer=crowd.reads_pairs) for text in prompts_of(texts)]
     elif not crowd.reads_pairs:

@@ -26,7 +26,7 @@ from ci_llm.crowd.next_token import Decoding, ends_of_base, num_positions
 from ci_llm.crowd.scoring import AnswerScores, Solved
 from ci_llm.crowd.uncertainty import TokenUncertainty
 from ci_llm.data.encoder import Example
-from ci_llm.data.prompts import Prompter, last_answer
+from ci_llm.data.prompts import last_answer
 from ci_llm.data.units import Unit
 
 
@@ -41,17 +41,15 @@ class Examples(Protocol):
 MOST_WORDS: Final = 8
 
 
-def judged_by(rows: Examples, prompter: Prompter, heads: int = 0) -> JudgedBy:
+def judged_by(rows: Examples, crowd: CrowdModel) -> JudgedBy:
     """The measure for these rows: exact match, or NLL for free text and for numbers, which are never exactly right.
 
     Prompts alone are judged by rewards, of which the loss is the negative.
 
     Rows are free text if at least half of them ask nothing, as plain text, or have answers in several turns, or if
     their right answers have more than `MOST_WORDS` words in the median. 64 evenly spread rows are examined.
-
-    Args:
-        heads: the number of outputs of each agent's head; 0 for agents without heads.
     """
+    heads = crowd.settings.outputs
     looked = [rows[number] for number in _spread(range(len(rows)), 64)]
     if isinstance(looked[0], Unit) and looked[0].is_prompt:
         return "nll"
@@ -60,7 +58,7 @@ def judged_by(rows: Examples, prompter: Prompter, heads: int = 0) -> JudgedBy:
     asked = [row for row in looked if _has_question(row) and last_answer(row).start == int(row.supervised.argmax())]
     if 2 * len(asked) <= len(looked):
         return "nll"
-    references = [prompter.text(row.input_ids[last_answer(row)].tolist()) for row in asked]
+    references = [crowd.prompter.text(row.input_ids[last_answer(row)].tolist()) for row in asked]
     read = answer_reader(references, "exact_match")
     return "nll" if median(len(read(text).split()) for text in references) > MOST_WORDS else "exact_match"
 
@@ -95,7 +93,6 @@ class Questions:
     def of(
         cls,
         rows: Examples,
-        prompter: Prompter,
         crowd: CrowdModel,
         count: int,
         max_seq_length: int,
@@ -117,13 +114,13 @@ class Questions:
         numbers, usable = [n for each in found for n in _spread(each, count)], sum(map(len, found))
         chosen = [rows[number] for number in numbers]
         answers = [row.input_ids[last_answer(row)].tolist() for row in chosen]
-        references = [prompter.text(answer) for answer in answers]
+        references = [*map(crowd.prompter.text, answers)]
         return cls(
             rows=numbers,
             prompts=[row.input_ids[: last_answer(row).start].tolist() for row in chosen],
             references=references,
             read=answer_reader(references, metric),
-            ends=prompter.ends_of(chosen) | ends_of_base(crowd.model),
+            ends=crowd.prompter.ends_of(chosen) | ends_of_base(crowd.model),
             left_out=len(rows) - usable,
             too_long=len(fits) - usable,
             metric=metric,
@@ -168,7 +165,6 @@ class Answers:
 
 def answer_questions(
     crowd: CrowdModel,
-    prompter: Prompter,
     questions: Questions,
     batches: Iterable[Sequence[int]],
     max_new_tokens: int,
@@ -194,7 +190,7 @@ def answer_questions(
         include_agents=not is_one,
         uncertainty=uncertainty,
         stop=stop,
-        answers_of=lambda texts: [questions.read(prompter.text(ids)) for ids in texts],
+        answers_of=lambda texts: [questions.read(crowd.prompter.text(ids)) for ids in texts],
     )
     given = iter(batches)
     first = next(given, None)
@@ -206,30 +202,31 @@ def answer_questions(
     for generated in written:
         number = next(of)
         each = [*([generated.ids] if is_one else generated.agents), generated.ids]
-        *agents, together = map(prompter.text, each)
+        *agents, together = map(crowd.prompter.text, each)
         *own, crowds = map(questions.read, (*agents, together))
         wanted_answer = questions.answers[number]
         right = [answer == wanted_answer != "" for answer in (*own, crowds, majority(own, crowds))]
         yield Answers(number, agents, together, right, generated.uncertainties)
 
 
-def answer_scores(
-    answers: Iterable[Answers], prompter: Prompter, questions: Questions, lines: int, stop: Callable[[], bool]
+def score_answers(
+    crowd: CrowdModel,
+    questions: Questions,
+    batches: Iterable[Sequence[int]],
+    max_new_tokens: int,
+    aggregator: str,
+    stop: Callable[[], bool] = lambda: False,
 ) -> AnswerScores | None:
-    """The scores of answers, in their order; None if `stop`, called after every question, returned True.
-
-    Args:
-        questions: the questions that were answered.
-        lines: K+2, which is also known where no question was answered.
-    """
+    """The scores of the answers of `answer_questions`, in their order; None if `stop` returned True."""
     right, example = list[list[bool]](), None
-    for each in answers:
+    for each in answer_questions(crowd, questions, batches, max_new_tokens, aggregator, stop):
         if stop():
             return None
         right.append(each.right)
         if example is None:
-            question = prompter.question(questions.prompts[each.number])
+            question = crowd.prompter.question(questions.prompts[each.number])
             example = Solved(question, each.crowd, questions.answers[each.number], tuple(each.right))
+    lines = crowd.num_agents + 2  # also where no question was answered
     return AnswerScores(torch.tensor(right, dtype=torch.bool).view(-1, lines).T, example)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ci_llm.config import Config
 from ci_llm.core.memory import unless_out_of_memory
-from ci_llm.crowd.asking import ends_of_answers, prompter_of
+from ci_llm.crowd.asking import ends_of_answers
 from ci_llm.crowd.decoder import decodes
 from ci_llm.crowd.generation import Wanted, base_errors, elect, final_answers, requests_of, written
 from ci_llm.crowd.judging import Judged
@@ -272,7 +272,7 @@ class RewardScorer:
 
     def _reward(self, crowd: CrowdModel, prompt: TokenIds, asking: Asking, requests: Sequence[Request]) -> float:
         """The reward of the one text, or of the one that wins; NaN if the numbers of all writers are not finite."""
-        prompter, texts = prompter_of(crowd), [request.tokens for request in requests if request.error is None]
+        prompter, texts = crowd.prompter, [request.tokens for request in requests if request.error is None]
         if not texts:
             return math.nan
         ids: TokenIds = texts[0]

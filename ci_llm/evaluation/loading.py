@@ -23,7 +23,6 @@ from ci_llm.crowd.importing import find_reference
 from ci_llm.crowd.next_token import num_positions
 from ci_llm.crowd.pretrained import Pretrained, calibration_path, given_names, open_base, open_pretrained
 from ci_llm.crowd.questions import Questions, judged_by
-from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import joined_sizes, load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
@@ -165,7 +164,6 @@ class Job:
     saved: Pretrained
     crowd: Crowd
     names: list[str]
-    prompter: Prompter
     tokenized: TokenizedRows
     questions: Questions
     batch_size: int
@@ -204,8 +202,6 @@ def load(request: Request, checkpoint: Path | None) -> Job:
     crowd, names = Crowd.of(saved), given_names(saved.meta)
     if reason := crowd.choose_route():
         logger.debug("rows are padded, not packed: %s", reason)
-    prompter = crowd.prompter
-    assert prompter is not None, "a crowd that was opened has one"
     if request.data is not None and "max_seq_length" not in request.keys:
         # The run's length limit concerns the rows of its training; the base's positions limit others.
         config = config.model_copy(update={"max_seq_length": num_positions(crowd.model)})
@@ -216,7 +212,6 @@ def load(request: Request, checkpoint: Path | None) -> Job:
     is_rewarded = rows.form.kind == "prompts"
     questions = Questions.of(
         [] if heads or is_rewarded else tokenized,
-        prompter,
         crowd,
         count or len(tokenized),
         tokenized.whole_below(config.max_seq_length),
@@ -224,7 +219,7 @@ def load(request: Request, checkpoint: Path | None) -> Job:
         sets=_sets(tokenized) if len({*config.evaluated_on}) > 1 and not (heads or is_rewarded) else None,
     )
     asked = request.metric and len(questions)
-    judge: JudgedBy = "exact_match" if asked else judged_by(tokenized, prompter, heads=heads)
+    judge: JudgedBy = "exact_match" if asked else judged_by(tokenized, crowd)
     batch_size = request.batch_size or config.batch_size
     judged = None
     if (
@@ -233,7 +228,7 @@ def load(request: Request, checkpoint: Path | None) -> Job:
         and _has_reference(crowd, config, checkpoint)
     ):
         judged = _tokenized(load_rows(config, "judged"), crowd, config)
-    return Job(request, config, saved, crowd, names, prompter, tokenized, questions, batch_size, judge, judged)
+    return Job(request, config, saved, crowd, names, tokenized, questions, batch_size, judge, judged)
 
 
 def _has_reference(crowd: Crowd, config: Config, checkpoint: Path | None) -> bool:
@@ -286,7 +281,6 @@ def _require_no_answers(request: Request, crowd: Crowd) -> None:
 
 
 def _tokenized(rows: Rows, crowd: Crowd, config: Config) -> TokenizedRows:
-    assert crowd.prompter is not None, "a crowd that was opened has one"
     tokenizer = crowd.prompter.tokenizer
     heads = how_tokenized(config, crowd.model.config, tokenizer)
     try:

@@ -242,9 +242,7 @@ def _answers_to(
     job: loading.Job, batches: Sequence[Sequence[int]], aggregator: str, *, uncertainty: bool = False
 ) -> Iterator[Answers]:
     longest = job.config.answer_tokens(job.questions.longest)
-    return answer_questions(
-        job.crowd, job.prompter, job.questions, batches, longest, aggregator, uncertainty=uncertainty
-    )
+    return answer_questions(job.crowd, job.questions, batches, longest, aggregator, uncertainty=uncertainty)
 
 
 def _row(job: loading.Job, answers: Answers, base: Answers) -> Row:
@@ -275,7 +273,7 @@ def _prompt(job: loading.Job, number: int) -> str:
     row = job.tokenized.rows[job.tokenized.row_numbers[job.questions.rows[number]]]
     several = isinstance(row, Chat) and sum(message.role == "user" for message in row.messages) > 1
     if row is None or row.question is None or several:
-        return job.prompter.text(job.questions.prompts[number])
+        return job.crowd.prompter.text(job.questions.prompts[number])
     return row.question
 
 
@@ -362,7 +360,7 @@ def _text_figures(job: loading.Job, scores: Scores, base: Scores) -> dict[str, A
     """Perplexity per token, and bits per byte, which do not depend on the tokenizer."""
     tokens, nats = int(scores.tokens.sum()), torch.cat([base.nll[:1], scores.nll]).double().sum(1)
     targets = (job.tokenized[number] for number in range(len(job.tokenized)))
-    size = sum(len(job.prompter.text(row.input_ids[row.supervised].tolist()).encode()) for row in targets)
+    size = sum(len(job.crowd.prompter.text(row.input_ids[row.supervised].tolist()).encode()) for row in targets)
 
     def figure(values: torch.Tensor) -> Figure:
         of_base, *agents, crowd = values.tolist()

@@ -22,7 +22,7 @@ from ci_llm.crowd import questions
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.judging import Ranking, rank
 from ci_llm.crowd.objective import GrpoObjective, Preferences, TrainedObjective
-from ci_llm.crowd.questions import Questions, answer_questions, answer_scores, asked_of
+from ci_llm.crowd.questions import Questions, asked_of, score_answers
 from ci_llm.crowd.rewarding import RewardScorer
 from ci_llm.crowd.scoring import AnswerScores, Scores, Solved, base_scores, own_rows, score
 from ci_llm.data.agent_rows import EvaluationRows
@@ -172,9 +172,7 @@ class Evaluator:
     @cached_property
     def judged_by(self) -> JudgedBy:
         """The measure that judges the rows: that of all sets if they have the same one, else the NLL."""
-        assert self._crowd.prompter is not None
-        heads = self._crowd.settings.outputs
-        found = {questions.judged_by(rows, self._crowd.prompter, heads=heads) for rows in self.rows.sets}
+        found = {questions.judged_by(rows, self._crowd) for rows in self.rows.sets}
         return found.pop() if len(found) == 1 else "nll"
 
     @cached_property
@@ -225,18 +223,13 @@ class Evaluator:
         return self._questions(self.rows.sets[0], min(1, self._config.generation_eval_samples))
 
     def _questions(self, rows: TokenizedRows, count: int) -> Questions:
-        assert self._crowd.prompter is not None
         whole_below = rows.whole_below(self._config.max_seq_length)
-        return Questions.of(rows, self._crowd.prompter, self._crowd, count, whole_below)
+        return Questions.of(rows, self._crowd, count, whole_below)
 
     def _score_answers(self, asked: Questions, step: int, batch_size: int, max_new_tokens: int) -> AnswerScores | None:
-        prompter = self._crowd.prompter
-        assert prompter is not None
-
         def work(rounds: Rounds) -> AnswerScores | None:
             crowd, stop, aggregator = self._crowd, rounds.stop_requested_here, self._config.aggregator
-            answers = answer_questions(crowd, prompter, asked, rounds.batches, max_new_tokens, aggregator, stop=stop)
-            return answer_scores(answers, prompter, asked, crowd.num_agents + 2, stop)
+            return score_answers(crowd, asked, rounds.batches, max_new_tokens, aggregator, stop)
 
         return self._on_all_processes("generate", step, len(asked), batch_size, work, AnswerScores.joined)
 

@@ -152,7 +152,6 @@ class Rollout:
 
     @property
     def _prompter(self) -> Prompter:
-        assert self.objective.crowd.prompter is not None
         return self.objective.crowd.prompter
 
 
@@ -252,7 +251,6 @@ class Rollouts:
 
     def _judged(self, objective: GrpoObjective, step: int, one: Asked, course: Course, drawn: Sequence[Any]) -> Group:
         prompter, grpo = objective.crowd.prompter, objective.grpo
-        assert prompter is not None
         failed = any(request.error is not None for request in drawn)
         end = min(drawn[0].decoding.ends, default=0)
         tokens = [request.tokens or [end] for request in drawn]
