@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self, TypedDict, Unpack
+from typing import Any, Final, Self, TypeAlias, TypedDict, Unpack
 
 import torch
 
@@ -27,6 +27,10 @@ from ci_llm.errors import BadInput, ModelError
 
 logger = logging.getLogger(__name__)
 _DRAWING: Final = ("temperature", "top_p", "top_k")
+
+
+#: One prompt or several.
+Prompts: TypeAlias = Prompt | Sequence[Prompt]
 
 
 class Choices(TypedDict, total=False):

@@ -128,11 +128,7 @@ def generate_each(
 
 
 def written(
-    crowd: CrowdModel,
-    groups: Iterable[list[Request]],
-    size: int,
-    most: int,
-    stop: Callable[[], bool] = lambda: False,
+    crowd: CrowdModel, groups: Iterable[list[Request]], size: int, most: int, stop: Callable[[], bool] = lambda: False
 ) -> Iterator[list[Request]]:
     """Write the texts of all groups of requests, and yield each group once it and those before it have ended.
 

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from ci_llm.core.evaluation_file import Difference, Figure, Intervals, Judgement
 from ci_llm.core.measures import LEAST_ROWS, METRICS
-from ci_llm.crowd.asking import answered_rows, batches_of
+from ci_llm.crowd.asking import Prompts, answered_rows, batches_of
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import num_positions
 from ci_llm.crowd.objective import Preferences
 from ci_llm.data.batches import Batch
 from ci_llm.data.encoder import Example
-from ci_llm.data.prompts import Prompt, prompts_of
+from ci_llm.data.prompts import prompts_of
 from ci_llm.data.units import unit_of, without_end
 from ci_llm.errors import BadInput, DataError, ModelError
 from ci_llm.lora.heads import pad_of
@@ -346,11 +346,7 @@ class TextScore:
 
 @torch.no_grad()
 def score_texts(
-    crowd: CrowdModel,
-    texts: Prompt | Sequence[Prompt],
-    answers: str | Sequence[str] | None,
-    abstain_below: float | None,
-    batch_size: int,
+    crowd: CrowdModel, texts: Prompts, answers: str | Sequence[str] | None, abstain_below: float | None, batch_size: int
 ) -> list[TextScore]:
     """The scores of texts by the heads; for arguments and errors see `Crowd.score`."""
     if not crowd.settings.outputs:
@@ -373,9 +369,7 @@ def score_texts(
     return scores
 
 
-def _read_by_heads(
-    crowd: CrowdModel, texts: Prompt | Sequence[Prompt], answers: str | Sequence[str] | None
-) -> list[Example]:
+def _read_by_heads(crowd: CrowdModel, texts: Prompts, answers: str | Sequence[str] | None) -> list[Example]:
     prompter = crowd.prompter
     if answers is None:
         found = [prompter.read(text, is_answer=crowd.reads_pairs) for text in prompts_of(texts)]

@@ -25,9 +25,8 @@ from ci_llm.crowd.pretrained import Pretrained, calibration_path, given_names, o
 from ci_llm.crowd.questions import Questions, judged_by
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import joined_sizes, load_rows
-from ci_llm.data.tokens import TokenizedRows, tokenize
+from ci_llm.data.tokens import TokenizedRows
 from ci_llm.errors import BadInput, CiLlmError, ConfigError, DataError
-from ci_llm.lora.heads import how_tokenized
 from ci_llm.objectives import SFT, head_size
 
 logger = logging.getLogger(__name__)
@@ -205,7 +204,7 @@ def load(request: Request, checkpoint: Path | None) -> Job:
     if request.data is not None and "max_seq_length" not in request.keys:
         # The run's length limit concerns the rows of its training; the base's positions limit others.
         config = config.model_copy(update={"max_seq_length": num_positions(crowd.model)})
-    tokenized = _tokenized(rows, crowd, config)
+    tokenized = _tokenized(saved, rows, config)
     if heads := crowd.settings.outputs:
         _require_no_answers(request, crowd)
     count = config.generation_eval_samples if request.is_of_own_rows else 0
@@ -227,7 +226,7 @@ def load(request: Request, checkpoint: Path | None) -> Job:
         and not (heads or is_rewarded)
         and _has_reference(crowd, config, checkpoint)
     ):
-        judged = _tokenized(load_rows(config, "judged"), crowd, config)
+        judged = _tokenized(saved, load_rows(config, "judged"), config)
     return Job(request, config, saved, crowd, names, tokenized, questions, batch_size, judge, judged)
 
 
@@ -280,11 +279,9 @@ def _require_no_answers(request: Request, crowd: Crowd) -> None:
         )
 
 
-def _tokenized(rows: Rows, crowd: Crowd, config: Config) -> TokenizedRows:
-    tokenizer = crowd.prompter.tokenizer
-    heads = how_tokenized(config, crowd.model.config, tokenizer)
+def _tokenized(saved: Pretrained, rows: Rows, config: Config) -> TokenizedRows:
     try:
-        return tokenize(rows, tokenizer, max_seq_length=config.max_seq_length, **heads)
+        return saved.tokenized(rows, config)
     except DataError as error:
         what = error.what.replace("to learn from", "to evaluate")
         raise DataError(what, where=error.where, hint=error.hint) from error
