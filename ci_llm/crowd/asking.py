@@ -240,8 +240,7 @@ class _Asking:
         self.crowd, self.prompts, self.options = crowd, prompts, options
         self.prompter = crowd.prompter
         self.ids = [self.prompter.ids(prompt) for prompt in prompts]
-        if self.ids:
-            free_positions(crowd.model, self.ids)
+        free_positions(crowd.model, self.ids)
 
     def generated(
         self, at_a_time: int, *, include_agents: bool = False, uncertainty: bool = False

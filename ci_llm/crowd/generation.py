@@ -118,12 +118,7 @@ def generate_each(
     """
     size = len(requests_of(crowd, 0, [0], wanted))
     groups = (requests_of(crowd, number, prompt, wanted) for number, prompt in asked)
-    found = written(crowd, groups, size, at_a_time * size, wanted.stop)
-    while True:
-        with base_errors(crowd):
-            requests = next(found, None)
-        if requests is None:
-            return
+    for requests in written(crowd, groups, size, at_a_time * size, wanted.stop):
         yield generated_of(crowd, requests, wanted)
 
 
@@ -137,11 +132,15 @@ def written(
         size: the number of requests in a group.
         most: the number of texts written at the same time.
         stop: as in `Wanted`.
+
+    Raises:
+        ModelError: the base cannot generate.
     """
     waiting = iter(groups)
     if not decodes(crowd):
         while batch := list(islice(waiting, max(1, most // size))):
-            _write_batch(crowd, batch, stop)
+            with base_errors(crowd):
+                _write_batch(crowd, batch, stop)
             yield from batch
         return
     open_: deque[list[Request]] = deque()
@@ -156,7 +155,9 @@ def written(
                 joining += taken
                 open_.append(taken)
         decoder.admit(joining)
-        for request in decoder.step():
+        with base_errors(crowd):
+            moved = decoder.step()
+        for request in moved:
             if request.finish is None and _has_stopped(crowd, request):
                 decoder.release(request)
         if stop():
@@ -194,8 +195,7 @@ def generated_of(crowd: CrowdModel, requests: Sequence[Request], wanted: Wanted)
     """
     how, agents = wanted.decoding, requests
     if find_vote(how.aggregator):
-        read = wanted.answers_of or (lambda texts: final_answers([text_of(crowd, ids, how) for ids in texts]))
-        winner, uncertainties = elect(crowd, agents[0].prompt, [each.tokens for each in agents], how.aggregator, read)
+        winner, uncertainties = elect(crowd, agents[0].prompt, [each.tokens for each in agents], how, wanted.answers_of)
         ids = [token for token in winner if token not in how.ends]
         has_ended = len(ids) < len(winner)
     else:
@@ -209,13 +209,14 @@ def generated_of(crowd: CrowdModel, requests: Sequence[Request], wanted: Wanted)
 
 
 def elect(
-    crowd: CrowdModel, prompt: TokenIds, voters: Sequence[TokenIds], aggregator: str, answers_of: Reading
+    crowd: CrowdModel, prompt: TokenIds, voters: Sequence[TokenIds], how: Decoding, answers_of: Reading | None = None
 ) -> tuple[TokenIds, list[TokenUncertainty]]:
     """The winner among texts after one prompt, which include their ends, and how sure the crowd is of its tokens."""
-    vote = find_vote(aggregator)
+    vote = find_vote(how.aggregator)
     assert vote is not None, "the aggregator votes"
-    read = read_texts(crowd, prompt, voters, aggregator)
-    wins = vote(answers_of(voters), [of_text(tokens).log_probability for tokens in read])
+    answers = answers_of(voters) if answers_of else final_answers([text_of(crowd, ids, how) for ids in voters])
+    read = read_texts(crowd, prompt, voters, how.aggregator)
+    wins = vote(answers, [of_text(tokens).log_probability for tokens in read])
     return voters[wins], read[wins]
 
 

@@ -25,7 +25,7 @@ from ci_llm.config import Config
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd.asking import ends_of_answers
 from ci_llm.crowd.decoder import decodes
-from ci_llm.crowd.generation import Wanted, base_errors, elect, final_answers, requests_of, written
+from ci_llm.crowd.generation import Wanted, elect, requests_of, written
 from ci_llm.crowd.judging import Judged
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import Decoding, Request, TokenIds, generate_key
@@ -242,8 +242,7 @@ class RewardScorer:
         asked = [(number, rows[number].input_ids.tolist()) for number in batch]
         each = [self._requests(crowd, number, prompt) for number, prompt in asked]
         waiting = [request for of_row in each for own in of_row for wanted in own for request in wanted]
-        with base_errors(crowd):
-            write(crowd, waiting, len(batch) * (crowd.num_agents + 1), stop)
+        write(crowd, waiting, len(batch) * (crowd.num_agents + 1), stop)
         if stop():
             return []
         found = list[Tensor]()
@@ -272,13 +271,12 @@ class RewardScorer:
 
     def _reward(self, crowd: CrowdModel, prompt: TokenIds, asking: Asking, requests: Sequence[Request]) -> float:
         """The reward of the one text, or of the one that wins; NaN if the numbers of all writers are not finite."""
-        prompter, texts = crowd.prompter, [request.tokens for request in requests if request.error is None]
+        texts = [request.tokens for request in requests if request.error is None]
         if not texts:
             return math.nan
         ids: TokenIds = texts[0]
         if len(texts) > 1:
-            how = self.config.aggregator
-            ids, _ = elect(crowd, prompt, texts, how, lambda each: final_answers([prompter.text(ids) for ids in each]))
+            ids, _ = elect(crowd, prompt, texts, requests[0].decoding)
         where, timeout = f"evaluation, {asking.place}", self.objective.reward_timeout
-        rewards = rewards_of_group(self.rewards, asking, [prompter.text(ids)], [ids], where, timeout)
+        rewards = rewards_of_group(self.rewards, asking, [crowd.prompter.text(ids)], [ids], where, timeout)
         return float(total_rewards(rewards, self.objective.reward_weights).nan_to_num(nan=0.0))

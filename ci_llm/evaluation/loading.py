@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 #: Keys of the configuration that may be changed for an evaluation.
 KEYS: Final = tuple(with_trait("evaluable"))
 _COLUMNS: Final = tuple(key for key in KEYS if key.endswith("_column"))
-_CONFIG: Final = "config.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)

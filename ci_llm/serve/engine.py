@@ -217,11 +217,11 @@ class AgentsJob(Job):
 
     def close(self, crowd: CrowdModel) -> Ended:
         call, texts = self.call, [request.tokens for request in self.texts]
-        answers = self._worded(texts, crowd)
+        answers = [generation.text_of(crowd, ids, call.decoding) for ids in texts]
         if not call.votes:
             return Ended("stop", sum(map(len, texts)), answers=answers)
         how, names = call.decoding, crowd.names
-        winner, sure = generation.elect(crowd, self.prompt, texts, how.aggregator, self._reading(crowd))
+        winner, sure = generation.elect(crowd, self.prompt, texts, how)
         logs = [math.log(max(one.probability, _LEAST)) for one in sure]
         said = about(math.exp(sum(logs)), len(names), right_by(crowd, call), call.own.minimum_confidence, sure)
         at = next(n for n, text in enumerate(texts) if text is winner)
@@ -230,12 +230,6 @@ class AgentsJob(Job):
             self.tell(Piece(answers[at], lines))
         reason = "length" if self.texts[at].finish in ("length", "error") else "stop"
         return Ended(reason, len(sure), said, answers if call.own.include_agents else None)
-
-    def _reading(self, crowd: CrowdModel) -> generation.Reading:
-        return lambda texts: generation.final_answers(self._worded(texts, crowd))
-
-    def _worded(self, texts: Sequence[Sequence[int]], crowd: CrowdModel) -> list[str]:
-        return [generation.cut(crowd.prompter.text(list(ids)), self.call.body.stop) for ids in texts]
 
 
 def jobs_of(call: Call) -> list[list[Job]]:

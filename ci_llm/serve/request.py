@@ -485,6 +485,7 @@ def call_of(body: AnyBody, prompts: Sequence[Sequence[int]], served: Served) -> 
         top_k=body.top_k if body.top_k > 0 else None,
         min_p=body.min_p,
         seed=torch.Generator().seed() if body.seed is None else body.seed,
+        stop_strings=tuple(body.stop),
     )
     kind = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
     return Call(body, who, prompts, decoding, own, f"{kind}-{uuid.uuid4().hex}")

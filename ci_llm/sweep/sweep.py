@@ -229,10 +229,7 @@ class Sweep:
         return sweep
 
     def _open(
-        self,
-        reading: SweepReading,
-        on_main: Callable[[Callable[[], Any]], Any],
-        plan: Callable[[], tuple[int, int]],
+        self, reading: SweepReading, on_main: Callable[[Callable[[], Any]], Any], plan: Callable[[], tuple[int, int]]
     ) -> None:
         self._reading, self._on_main = reading, on_main
         #: Where sweep.json is begun; a command gives the folder of its lease, which it may lose.
