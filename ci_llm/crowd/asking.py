@@ -19,7 +19,15 @@ from ci_llm.crowd.aggregators import find_vote
 from ci_llm.crowd.decoder import Decoder, decodes
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import Decoding, Generated, TokenIds, ends_of_base, free_positions
-from ci_llm.crowd.uncertainty import TokenUncertainty, Uncertainty, agreement, calibrated, of_text, signals
+from ci_llm.crowd.uncertainty import (
+    TokenUncertainty,
+    Uncertainty,
+    agreement,
+    calibrated,
+    of_text,
+    signals,
+    uncalibrated,
+)
 from ci_llm.data.batches import Batch, Packable, in_order
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompt
@@ -112,8 +120,9 @@ def options_of(crowd: CrowdModel, **choices: Unpack[Choices]) -> Decoding:
     ignored = [name for name in _DRAWING if given.get(name, 1) != 1]
     if ignored and not options.do_sample:
         logger.warning(f"{', '.join(ignored)} without effect: tokens are drawn only with do_sample=True")
-    if options.abstain_below is not None:
-        _require_calibration(crowd, options.aggregator)
+    if options.abstain_below is not None and (reason := uncalibrated(crowd.calibration, options.aggregator)):
+        hint = f"calibrate it on validation rows, with aggregator={options.aggregator}"
+        raise BadInput(reason, where="abstain_below", hint=hint)
     return options
 
 
@@ -276,21 +285,6 @@ class _Asking:
             complete=found.has_ended or len(text) < len(self.prompter.text(ids)),
             tokens=tuple(uncertainties),
             **vars(of_text(uncertainties)),
-        )
-
-
-def _require_calibration(crowd: CrowdModel, aggregator: str) -> None:
-    """Raise BadInput if the crowd has no calibration of this aggregator, which abstaining needs."""
-    found = crowd.calibration
-    if found is None:
-        what = "this crowd has no calibration: nothing says how probably an answer is right"
-        hint = "ci-llm evaluate RUN --calibrate, on validation rows"
-        raise BadInput(what, where="abstain_below", hint=hint)
-    if found.aggregator != aggregator:
-        raise BadInput(
-            f"the calibration is of aggregator {found.aggregator} and not {aggregator}",
-            where="abstain_below",
-            hint=f"take {found.aggregator}, or: ci-llm evaluate RUN --calibrate aggregator={aggregator}",
         )
 
 

@@ -237,6 +237,15 @@ def calibrated(calibration: Calibration | None, aggregator: str) -> Logistic | N
     return calibration.right if calibration is not None and calibration.aggregator == aggregator else None
 
 
+def uncalibrated(calibration: Calibration | None, aggregator: str) -> str | None:
+    """The reason why there is no calibrated probability for this aggregator; None if there is one."""
+    if calibration is None:
+        return "this crowd has no calibration: ci-llm evaluate RUN --calibrate makes one"
+    if calibration.aggregator != aggregator:
+        return f"the calibration is about the aggregator {calibration.aggregator}"
+    return None
+
+
 def fit_temperature(log_probs: Tensor, wanted: Tensor) -> float:
     """The temperature from 1/16 to 16 with the least nats, by bisection: they are convex in its inverse.
 

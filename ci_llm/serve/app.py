@@ -27,6 +27,7 @@ from ci_llm.crowd.asking import ends_of_answers, require_writers
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoder import decodes
 from ci_llm.crowd.next_token import num_positions
+from ci_llm.crowd.uncertainty import uncalibrated
 from ci_llm.errors import BadInput, ModelError
 from ci_llm.serve import LOCAL, Options
 from ci_llm.serve.answers import Answer
@@ -44,7 +45,6 @@ from ci_llm.serve.request import (
     ids_of,
     parsed,
     prompts_of,
-    uncalibrated,
     unknown_model,
 )
 
