@@ -204,27 +204,22 @@ def load(request: Request, checkpoint: Path | None) -> Job:
         # The run's length limit concerns the rows of its training; the base's positions limit others.
         config = config.model_copy(update={"max_seq_length": num_positions(crowd.model)})
     tokenized = _tokenized(saved, rows, config)
-    if heads := crowd.settings.outputs:
+    if crowd.settings.outputs:
         _require_no_answers(request, crowd)
     count = config.generation_eval_samples if request.is_of_own_rows else 0
-    is_rewarded = rows.form.kind == "prompts"
+    asks = not (crowd.settings.outputs or rows.form.kind == "prompts")  # heads and rewards judge otherwise
     questions = Questions.of(
-        [] if heads or is_rewarded else tokenized,
+        tokenized if asks else [],
         crowd,
         count or len(tokenized),
         tokenized.whole_below(config.max_seq_length),
         metric=request.metric or "exact_match",
-        sets=_sets(tokenized) if len({*config.evaluated_on}) > 1 and not (heads or is_rewarded) else None,
+        sets=_sets(tokenized) if asks and len({*config.evaluated_on}) > 1 else None,
     )
-    asked = request.metric and len(questions)
-    judge: JudgedBy = "exact_match" if asked else judged_by(tokenized, crowd)
+    judge: JudgedBy = "exact_match" if request.metric and len(questions) else judged_by(tokenized, crowd)
     batch_size = request.batch_size or config.batch_size
     judged = None
-    if (
-        config.objective not in ("auto", SFT)
-        and not (heads or is_rewarded)
-        and _has_reference(crowd, config, checkpoint)
-    ):
+    if asks and config.objective not in ("auto", SFT) and _has_reference(crowd, config, checkpoint):
         judged = _tokenized(saved, load_rows(config, "judged"), config)
     return Job(request, config, saved, crowd, names, tokenized, questions, batch_size, judge, judged)
 
