@@ -104,7 +104,7 @@ def merges(crowd: str | None, methods: Mapping[str, str]) -> Way:
         together: Answers = {}
         if crowd is not None:
             together[crowd] = {**everyone(saved, embedded("test"))[-1], "agents": float(len(saved.agents))}
-        agents = [Adapter(config, tensors) for config, tensors in zip(saved.configs, saved.agents, strict=True)]
+        agents = saved.agents
         for method, name in methods.items():
             together[name] = alone(saved, merged(saved.base.model, agents, merge_of(method)), embedded("test"))
         return together
@@ -133,7 +133,7 @@ def everyone(
     saved: Pretrained, rows: Config, at_a_time: int = ROWS_AT_A_TIME, crowds: Sequence[Sequence[int]] | None = None
 ) -> list[Measured]:
     """K agents, then each crowd of some of them (default: of all), on all rows that a configuration evaluates on."""
-    return _measured(saved, saved.settings, saved.agents, rows, at_a_time, crowds)
+    return _measured(saved, saved.settings, [agent.tensors for agent in saved.agents], rows, at_a_time, crowds)
 
 
 def alone(saved: Pretrained, adapter: Adapter, rows: Config, at_a_time: int = ROWS_AT_A_TIME) -> Measured:

@@ -107,11 +107,11 @@ class Conversation:
         names: Sequence[str] = (),
         shows_sureness: bool = True,
     ) -> None:
-        from ci_llm.crowd.asking import prompter_of, require_writers
+        from ci_llm.crowd.asking import require_writers
 
         require_writers(crowd)
         self._crowd, self._choices, self._shows_sureness = crowd, choices, shows_sureness
-        self._prompter, self._names = prompter_of(crowd), names or crowd.names
+        self._prompter, self._names = crowd.prompter, names or crowd.names
         if system is not None and self._prompter.form == "text":
             what = "the crowd was trained on plain text, which has no place for a system message"
             raise ConfigError(what, where="--system", hint="leave it out")

@@ -93,7 +93,7 @@ else:
     Metric = Literal[tuple(METRICS)]
     Diversity = Literal[plugin_names("ci_llm.crowd.diversity")]
     Objective = (
-        Literal[("auto", *plugin_names("ci_llm.objectives", first="sft"))]
+        Literal[("auto", *plugin_names("ci_llm.objectives"))]
         | Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
     )
     Aggregator = Literal[plugin_names("ci_llm.crowd.aggregators")]

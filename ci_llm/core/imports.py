@@ -63,6 +63,7 @@ _OWN: Final = {
     "ci_llm.crowd.aggregators": "probability logit majority rerank weighted_vote",
     "ci_llm.crowd.diversity": "none swd",
     "ci_llm.crowd.metrics": "exact_match string_match",
+    "ci_llm.objectives": "sft classification dpo kto orpo regression reward simpo",
 }
 
 
@@ -109,12 +110,11 @@ def import_named(name: str, key: str) -> Any:
     if not may_import(name):
         what = f"a checkpoint names the function {name}, and no code is imported on its word"
         raise ConfigError(what, where=f"{key}: {name}", hint=f"name it yourself, if you trust it: {key}={name}")
-    module, _, attribute = name.partition(":")
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)  # and it stays: the module may import its neighbours when it is called
     try:
-        return getattr(import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"there is no such {key}: {error}",
             where=f"{key}: {name}",

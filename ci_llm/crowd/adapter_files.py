@@ -13,9 +13,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
@@ -26,9 +28,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ci_llm.base.targets import peft_targets
 from ci_llm.checkpoints.layout import FINAL
+from ci_llm.checkpoints.manifest import MANIFEST, name_unlisted, read_file, read_manifest
 from ci_llm.core.durable import read_object
 from ci_llm.crowd.given_path import CONFIG, META_FILE
-from ci_llm.crowd.pretrained import listed_files
 from ci_llm.errors import CiLlmError, ModelError, first_line
 from ci_llm.lora.heads import SCORE
 from ci_llm.lora.settings import LoraSettings
@@ -164,6 +166,35 @@ def read_adapters(source: Path) -> list[External]:
             )
             raise
         return [replace(adapter, source=source / adapter.source.relative_to(place)) for adapter in found]
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files by their names below `folder`."""
+    for name, data in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+@contextmanager
+def listed_files(folder: Path) -> Iterator[Path]:
+    """Yield a copy of the adapters and tokenizers of a committed folder, or of a folder in one: verified, and no more.
+
+    Any other folder, such as PEFT's, has no list of its files and is yielded itself.
+
+    Raises:
+        DamagedCheckpoint: a file differs from its digest in the manifest.
+    """
+    root = next((each for each in (folder, folder.parent) if (each / MANIFEST).is_file()), None)
+    if root is None:
+        yield folder
+        return
+    manifest = read_manifest(root)
+    name_unlisted(root, manifest)
+    listed = {n: record for n, record in manifest.files.items() if n.startswith("agent") or n == META_FILE}
+    with TemporaryDirectory() as scratch:
+        write_files(Path(scratch), {name: read_file(root, name, record) for name, record in listed.items()})
+        yield Path(scratch, folder.relative_to(root))
 
 
 def _read_adapters(source: Path) -> list[External]:

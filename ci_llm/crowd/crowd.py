@@ -18,7 +18,7 @@ from ci_llm.base.load import fingerprint_of
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.config.own_keys import SHAPE_KEYS
 from ci_llm.crowd import asking, generation, route, scoring
-from ci_llm.crowd.asking import Answer, Choices, Stream, options_of
+from ci_llm.crowd.asking import Answer, Choices, Prompts, Stream, options_of
 from ci_llm.crowd.given_path import META
 from ci_llm.crowd.judging import TextScore, score_texts
 from ci_llm.crowd.model import CrowdModel
@@ -46,7 +46,7 @@ class Crowd(CrowdModel):
         pad_id: token id that fills padded rows.
 
     Attributes:
-        prompter: formats prompts for `generate`; None until it is set.
+        prompter: formats prompts for `generate`; a ModelError until it is set.
         calibration: the lessons of validation rows about the answers; None until `ci-llm evaluate --calibrate`.
         common_start: True if all agents began with the same weights, so that the mean of their weights is an agent.
         names: the agents' folders in a checkpoint, agent0, agent1, ...; a run that stops agents leaves gaps. Empty
@@ -86,8 +86,8 @@ class Crowd(CrowdModel):
         crowd.calibration = saved.calibration
         heads = saved.meta.get("head", {})
         crowd.classes, crowd.reads_pairs = class_names(heads), heads.get("reads") == "pairs"
-        for k, tensors in enumerate(saved.agents):
-            crowd.agents[k].load_state_dict(tensors, saved.source)
+        for agent, adapter in zip(crowd.agents, saved.agents, strict=False):  # a base alone has none
+            agent.load_state_dict(adapter.tensors, saved.source)
         return crowd.eval()
 
     choose_route = route.choose_route
@@ -103,7 +103,7 @@ class Crowd(CrowdModel):
         Raises:
             ModelError: the folder exists. CheckpointError: it cannot be written.
         """
-        tokenizer = tokenizer_files(self.prompter.tokenizer) if self.prompter else {}
+        tokenizer = tokenizer_files(self._prompter.tokenizer) if self._prompter else {}
         meta = self.meta(fingerprint_of(self.model))
         write_crowd(Path(folder), self.adapter_files(), meta, tokenizer, calibration=self.calibration)
 
@@ -119,7 +119,7 @@ class Crowd(CrowdModel):
             "base_model_name_or_path": self.base_name,
             "base_fingerprint": fingerprint,
             "base_dtype": next(name for name, dtype in DTYPES.items() if dtype == self.model.dtype),
-            "prompt_form": self.prompter.form if self.prompter else "chat",
+            "prompt_form": self._prompter.form if self._prompter else "chat",
             "common_start": self.common_start,
             "lora": self.settings.to_dict(),
             **({"head": self._head_facts} if self.settings.outputs else {}),
@@ -161,13 +161,7 @@ class Crowd(CrowdModel):
         with self.plain(), self.active_agent(k) as model:
             return peft_model(model, self.storage, self.agents[k], self.base_name)
 
-    def log_probs(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        answers: str | Sequence[str],
-        *,
-        batch_size: int = 16,
-    ) -> Tensor:
+    def log_probs(self, prompts: Prompts, answers: str | Sequence[str], *, batch_size: int = 16) -> Tensor:
         """The log-probabilities of given answers.
 
         Args:
@@ -190,7 +184,7 @@ class Crowd(CrowdModel):
 
     def score(
         self,
-        texts: Prompt | Sequence[Prompt],
+        texts: Prompts,
         answers: str | Sequence[str] | None = None,
         *,
         abstain_below: float | None = None,
@@ -216,29 +210,14 @@ class Crowd(CrowdModel):
 
     @overload
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        details: Literal[False] = ...,
-        batch_size: int = ...,
-        **choices: Unpack[Choices],
+        self, prompts: Prompts, *, details: Literal[False] = ..., batch_size: int = ..., **choices: Unpack[Choices]
     ) -> list[str]: ...
     @overload
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        details: Literal[True],
-        batch_size: int = ...,
-        **choices: Unpack[Choices],
+        self, prompts: Prompts, *, details: Literal[True], batch_size: int = ..., **choices: Unpack[Choices]
     ) -> list[Answer]: ...
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        details: bool = False,
-        batch_size: int = 16,
-        **choices: Unpack[Choices],
+        self, prompts: Prompts, *, details: bool = False, batch_size: int = 16, **choices: Unpack[Choices]
     ) -> list[str] | list[Answer]:
         """Answer each prompt. Every token is chosen from the aggregated distribution of all agents.
 

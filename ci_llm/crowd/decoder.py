@@ -20,41 +20,235 @@ Elsewhere, with several threads, and on a CPU without AVX2, kernels for other nu
 The base must read packed rows; `decodes` says whether it does. A decoder belongs to one thread, which must not use the
 crowd for anything else during a step.
 
-Legend: K agents, R rows of a pass (K, or 1), N its tokens, n texts, D hidden width, V vocabulary.
+Keys and values are cached in `Columns`: position p of a text is column p. Texts that follow one prompt grow in step:
+they lie in the rows of the same columns, and one call attends for all of them, as it would for each. Texts of different
+lengths need no padding, so they join and leave a pass at any time, and their numbers do not depend on other texts.
+
+Legend: K agents, R rows of a pass (K, or 1), N its tokens, n texts, D hidden width, V vocabulary. In attention: n texts
+with one new token each, or R times as many, H heads, G key/value heads, T columns in blocks of `BLOCK`, C rows of
+columns, D width of a head.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers.modeling_utils import AttentionInterface
 
 from ci_llm.base.targets import text_model
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd.aggregators import find_vote
-from ci_llm.crowd.kv_cache import BLOCK, COLUMNS, Columns, Piece, Pieces
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import CROWD, Decoding, Request, Who, choose, free_positions, num_positions
 from ci_llm.errors import BadInput
 from ci_llm.lora.kernels import onednn_is_faster
 from ci_llm.lora.packed import Packed
-from ci_llm.lora.passes import (
-    agrees_by_norm,
-    describe_error,
-    distance,
-    dtypes_of,
-    spare_tokens,
-    tolerance,
-)
+from ci_llm.lora.passes import agrees_by_norm, describe_error, distance, dtypes_of, spare_tokens, tolerance
 from ci_llm.lora.reading import NOBODY, compute_dtype
 
 logger = logging.getLogger(__name__)
+
+
+# The cache of keys and values, and attention over it
+
+#: The name under which Transformers finds the attention of this module.
+COLUMNS: Final = "ci_llm_columns"
+#: How many fp32 numbers one AVX-512 register holds: sums over fewer columns have another order.
+BLOCK: Final = 16
+_GROWTH: Final = 1.25
+_PLAIN: Final = nullcontext()
+
+
+def whole_blocks(count: int) -> int:
+    """The least multiple of `BLOCK` that is not below `count`."""
+    return -(-count // BLOCK) * BLOCK
+
+
+@dataclass(eq=False)
+class Columns:
+    """The keys and values of texts of equal length.
+
+    Attributes:
+        rows: C. A text has one row, or one for each agent.
+        layers: for each layer number [2, C, G, T, D], keys first.
+    """
+
+    rows: int
+    layers: dict[int, Tensor] = field(default_factory=dict)
+
+    def extended(self, layer: int, start: int, new: Tensor) -> Tensor:
+        """Write columns [2, C, G, t, D] from `start` on, and return all columns of the layer."""
+        _, rows, groups, count, width = new.shape
+        end, held = start + count, self.layers.get(layer)
+        if held is None or held.shape[3] < end:
+            room = whole_blocks(max(end, int(held.shape[3] * _GROWTH) if held is not None else 0))
+            grown = new.new_zeros(2, rows, groups, room, width)
+            if held is not None:
+                grown[:, :, :, :start] = held[:, :, :, :start]
+            self.layers[layer] = held = grown
+        held.narrow(3, start, count).copy_(new)
+        return held
+
+    def copied(self, rows: Sequence[int], count: int | None = None) -> Columns:
+        """A copy of the first `count` columns of these rows, or of all; a row may be named several times."""
+        copies, places = {}, dict[torch.device, Tensor]()  # the host waits once for each device
+        for layer, held in self.layers.items():
+            if held.device not in places:
+                places[held.device] = torch.tensor(rows, device=held.device)
+            part = held[:, :, :, :count].index_select(1, places[held.device])
+            copies[layer] = F.pad(part, (0, 0, 0, -part.shape[3] % BLOCK))
+        return Columns(len(rows), copies)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The tokens of one text in a pass.
+
+    Attributes:
+        columns: where the text lies.
+        own: the rows of the columns that it has.
+        start, end: the positions of these tokens in the text.
+        at: where they begin in the rows of the pass.
+        rows: the rows of the pass that have them, one for each of `own`.
+    """
+
+    columns: Columns
+    own: Sequence[int]
+    start: int
+    end: int
+    at: int
+    rows: range
+
+    @property
+    def count(self) -> int:
+        return self.end - self.start
+
+    @property
+    def last(self) -> int:
+        """The place of the last token in its row."""
+        return self.at + self.count - 1
+
+
+class Pieces:
+    """The tokens of a pass: a keyword argument that the model's forward passes to its layers.
+
+    Attributes:
+        long: the pieces of several tokens, which are parts of prompts.
+        together: by their columns, the pieces of one token.
+        tokens: [2, n] row and place in the pass of the token of each row of these columns, one after the other. A row
+            whose text has ended reads the first token, in vain.
+        going_on: [n'] which of these are of texts that have not ended.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], device: torch.device) -> None:
+        self.long = [piece for piece in pieces if piece.count > 1]
+        self.together: dict[Columns, list[Piece]] = {}
+        for piece in pieces:
+            if piece.count == 1:
+                self.together.setdefault(piece.columns, []).append(piece)
+        tokens, before = dict[int, tuple[int, int]](), 0
+        for columns, alike in self.together.items():
+            tokens |= {before + own: (row, p.at) for p in alike for own, row in zip(p.own, p.rows, strict=True)}
+            before += columns.rows
+        found = torch.tensor([tokens.get(n, (0, 0)) for n in range(before)], dtype=torch.long)
+        self.tokens = found.view(-1, 2).T.to(device, non_blocking=True)
+        self.going_on = torch.tensor([*tokens], dtype=torch.long).to(device, non_blocking=True)
+        self._masks: dict[tuple[Any, ...], Tensor] = {}
+
+    def mask(self, piece: Piece, window: int | None, device: torch.device) -> Tensor:
+        """The mask [t', T'] for several tokens of a prompt, True where visible; both dimensions are whole blocks."""
+        key = piece.start, piece.end, window
+        if key not in self._masks:
+            # A kernel rounds blocks of one to three rows differently, so the tokens are padded to whole blocks.
+            rows = torch.arange(piece.start, piece.start + whole_blocks(piece.count), device=device)[:, None]
+            columns = torch.arange(whole_blocks(piece.end), device=device)
+            seen = columns <= rows
+            self._masks[key] = seen & (columns > rows - window) if window else seen
+        return self._masks[key]
+
+
+def column_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    pieces: Pieces | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of the tokens of each text to all of its columns, these tokens included.
+
+    Args:
+        query: [R, H, N, D]; key and value: [R, G, N, D], G dividing H. They are written to the columns.
+        pieces: the texts of the pass.
+        scaling: the factor of the scores; None for 1/√D.
+
+    Returns:
+        [R, N, H, D], as the interface requires, and None for the attention weights.
+
+    Raises:
+        TypeError: the model does not pass keyword arguments on, or uses attention sinks.
+    """
+    if pieces is None or s_aux is not None:
+        raise TypeError("attention over columns needs `pieces`, and supports no attention sinks")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = (x.to(compute_dtype(x)) for x in (query, key, value))
+    new, layer = torch.stack([key, value]), int(module.layer_idx)  # type: ignore[arg-type]
+    found = query.new_zeros(query.transpose(1, 2).shape)
+    with torch.autocast(query.device.type, enabled=False) if torch.is_autocast_enabled(query.device.type) else _PLAIN:
+        for piece in pieces.long:
+            part = slice(piece.rows.start, piece.rows.stop), slice(None), slice(piece.at, piece.at + piece.count)
+            held = piece.columns.extended(layer, piece.start, new[(slice(None), *part)])
+            mask = pieces.mask(piece, sliding_window, query.device)
+            k, v = held.narrow(3, 0, mask.shape[1])
+            padded = F.pad(query[part], (0, 0, 0, mask.shape[0] - piece.count))
+            own = _attend(padded, k, v, scale, softcap, mask).narrow(2, 0, piece.count)
+            found[part[0], part[2]] = own.transpose(1, 2)
+        if not pieces.together:
+            return found, None
+        (rows, places), sizes, done = pieces.tokens, [columns.rows for columns in pieces.together], []
+        # For each of the columns [C, H, D] and [2, C, G, D].
+        each = zip(query[rows, :, places].split(sizes), new[:, rows, :, places].split(sizes), strict=True)
+        for (columns, alike), (q, added) in zip(pieces.together.items(), each, strict=True):
+            end = alike[0].end
+            first = max(0, end - sliding_window) if sliding_window else 0
+            held = columns.extended(layer, end - 1, added.transpose(0, 1).unsqueeze(3))
+            k, v = held.narrow(3, first, end - first)
+            # The heads of a group act as so many queries.
+            done.append(_attend(q.unflatten(1, (k.shape[1], -1)), k, v, scale, softcap, None).flatten(1, 2))
+        found[rows[pieces.going_on], places[pieces.going_on]] = torch.cat(done)[pieces.going_on]
+    return found, None
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, mask: Tensor | None) -> Tensor:
+    """q [R, H, t, D], k and v [R, G, T, D], mask [t, T] or None -> [R, H, t, D]."""
+    if not softcap:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    if q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = softcap * torch.tanh(q @ k.mT * (scale / softcap))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+# No mask is registered beside it: Transformers then makes none.
+AttentionInterface.register(COLUMNS, column_attention)
+
+
+# Texts and passes
 
 
 @dataclass(eq=False)
@@ -121,16 +315,14 @@ class _Pass:
 
     Attributes:
         ids, positions: [R][N] of the tokens.
-        parts: the parts laid out so far.
-        pieces: the same parts, for attention.
+        laid: the parts laid out so far, each with its place for attention.
         spans: [K] the tokens of each agent.
     """
 
     def __init__(self, kind: Literal["crowd", "agents", "base"], rows: int = 1) -> None:
         self.kind = kind
         self.ids, self.positions = [list[int]() for _ in range(rows)], [list[int]() for _ in range(rows)]
-        self.parts: list[_Part] = []
-        self.pieces: list[Piece] = []
+        self.laid: list[tuple[_Part, Piece]] = []
         self.spans: list[slice] = []
 
     @property
@@ -145,10 +337,9 @@ class _Pass:
             for each in range(len(self.ids)) if row is None else [row]:
                 self.ids[each] += part.ids
                 self.positions[each] += range(part.start, end)
-            self.parts.append(part)
             own = part.of.rows
             rows = range(len(own)) if row is None else range(row, row + 1)
-            self.pieces.append(Piece(part.of.columns, own, part.start, end, at, rows))
+            self.laid.append((part, Piece(part.of.columns, own, part.start, end, at, rows)))
 
     def fill(self, length: int, pad_id: int) -> None:
         """Append spare tokens, which nothing reads, until every row has this length."""
@@ -253,7 +444,7 @@ class Decoder:
         opened = {prompt: self._opened(prompt) for prompt in read}  # up to here memory may run out
         self._prompts = [prompt for prompt in self._prompts if prompt not in opened]
         self._texts += [text for texts in opened.values() for text in texts]
-        for part in (part for each, _ in done for part in each.parts):
+        for part in (part for each, _ in done for part, _ in each.laid):
             if isinstance(part.of, _Prompt):
                 self.read += len(part.ids)
                 part.of.read += len(part.ids)
@@ -384,7 +575,7 @@ class Decoder:
             found = text_model(model)(
                 input_ids=ids.expand(copies, -1),
                 position_ids=positions,
-                pieces=Pieces(laid.pieces, self._crowd.device),
+                pieces=Pieces([piece for _, piece in laid.laid], self._crowd.device),
                 use_cache=False,
             )
         return found.last_hidden_state  # type: ignore[no-any-return]
@@ -410,7 +601,7 @@ class Decoder:
         One product serves all of them, and reads a large head once.
         """
         rows, width = states.shape[:2]
-        ready = [(part, piece) for part, piece in zip(laid.parts, laid.pieces, strict=True) if part.is_ready]
+        ready = [each for each in laid.laid if each[0].is_ready]
         common, own = ([each for each in ready if (len(each[1].rows) == rows) == of_all] for of_all in (True, False))
         places = [row * width + piece.last for row in range(rows) for _, piece in common]
         places += [piece.rows.start * width + piece.last for _, piece in own]

@@ -36,7 +36,6 @@ from ci_llm.data.batches import Batch, Owned, Packable, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompter, last_answer, prompts_of_file
 from ci_llm.data.sources import load_rows
-from ci_llm.data.tokens import tokenize
 from ci_llm.embedded.stories import SPLITS, rows, task_rows
 from ci_llm.errors import BadInput
 from ci_llm.lora.settings import LoraSettings
@@ -79,15 +78,15 @@ def distil(saved: Pretrained, config: Config, how: Distillation) -> tuple[Adapte
     still = [{**shape, "dropout": 0.0, "dropconnect": 0.0} for shape in shapes]
     crowd = Crowd(saved.base.model, LoraSettings(agents=tuple(still)), saved.base.name, saved.base.pad_id)
     try:
-        for k, tensors in enumerate([*saved.agents, saved.agents[start], saved.agents[start]]):
-            crowd.agents[k].load_state_dict(tensors, f"agent{k}")
+        for k, adapter in enumerate([*saved.agents, saved.agents[start], saved.agents[start]]):
+            crowd.agents[k].load_state_dict(adapter.tensors, f"agent{k}")
         crowd.choose_route()
         _train(crowd, teachers, lesson, config, how, rate)
         files = crowd.adapter_files()
     finally:
         crowd.detach()
     found = [{name: each.clone() for name, each in files[f"agent{teachers + n}/adapter_model"].items()} for n in (0, 1)]
-    student, control = (Adapter(saved.configs[start], tensors) for tensors in found)
+    student, control = (Adapter(saved.agents[start].config, tensors) for tensors in found)
     return student, control
 
 
@@ -96,10 +95,9 @@ def distil(saved: Pretrained, config: Config, how: Distillation) -> tuple[Adapte
 
 def _lesson(saved: Pretrained, config: Config, how: Distillation, start: int) -> Lesson:
     prompter = saved.prompter
-    rows, length = replace(load_rows(config, "train"), are_answers=True), config.max_seq_length
-    given = tokenize(rows, prompter.tokenizer, max_seq_length=length, chat_date=config.chat_date)
+    given = saved.tokenized(replace(load_rows(config, "train"), are_answers=True), config)
     examples = [given[number] for number in range(len(given))]
-    end = _end(examples, given.whole_below(length))
+    end = _end(examples, given.whole_below(config.max_seq_length))
     crowd = Crowd.of(saved)
     try:
         prompts = _prompts(prompter, config, how, num_positions(crowd.model))

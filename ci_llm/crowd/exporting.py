@@ -26,25 +26,18 @@ from ci_llm.crowd.card import ADAPTER, MODELFILE, CardFacts, Kind, adapter_card,
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.distilling import CONTROL, distil
 from ci_llm.crowd.merging import DISTILLED, METHODS, Distillation, Merge, merge_into_base, merged
-from ci_llm.crowd.pretrained import (
-    Pretrained,
-    class_names,
-    default_names,
-    open_pretrained,
-    require_free,
-    write_crowd,
-)
+from ci_llm.crowd.pretrained import Pretrained, class_names, default_names, open_pretrained, require_free, write_crowd
 from ci_llm.crowd.scoring import score
 from ci_llm.crowd.uncertainty import Calibration
 from ci_llm.data.batches import in_order, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import tokenizer_files
 from ci_llm.data.sources import load_rows
-from ci_llm.data.tokens import TokenizedRows, tokenize
+from ci_llm.data.tokens import TokenizedRows
 from ci_llm.data.units import unit_of, without_end
 from ci_llm.distributed.precision import DTYPES
 from ci_llm.errors import BadInput, CheckpointError, DataError, ModelError
-from ci_llm.lora.heads import how_tokenized, pad_of, require_class
+from ci_llm.lora.heads import pad_of, require_class
 from ci_llm.lora.passes import distance, tolerance
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import BY_ROWS, measured_as
@@ -104,13 +97,7 @@ class Comparison:
 
 def _rows(config: Config, saved: Pretrained) -> TokenizedRows:
     try:
-        rows = load_rows(config, "eval")
-        return tokenize(
-            rows,
-            saved.prompter.tokenizer,
-            max_seq_length=config.max_seq_length,
-            **how_tokenized(config, saved.base.model.config, saved.prompter.tokenizer),
-        )
+        return saved.tokenized(load_rows(config, "eval"), config)
     except DataError as error:
         hint = "--no-score exports without the scores"
         raise DataError(f"no scores: {error.what}", where=error.where, hint=hint) from error
@@ -148,7 +135,7 @@ class Export:
     @property
     def ranks(self) -> list[int]:
         """The ranks of the adapters that will be written."""
-        return [self.adapter.rank] if self.adapter else [int(config["r"]) for config in self.saved.configs]
+        return [adapter.rank for adapter in ([self.adapter] if self.adapter else self.saved.agents)]
 
     @property
     def can_be_scored(self) -> bool:
@@ -236,8 +223,9 @@ class Export:
 
     def _write_agents(self, target: Path, scores: Comparison | None) -> None:
         saved = self.saved
-        tensors = {f"{name}/adapter_model": agent for name, agent in zip(saved.names, saved.agents, strict=True)}
-        configs = {f"{name}/adapter_config": config for name, config in zip(saved.names, saved.configs, strict=True)}
+        each = [*zip(saved.names, saved.agents, strict=True)]
+        tensors = {f"{name}/adapter_model": adapter.tensors for name, adapter in each}
+        configs = {f"{name}/adapter_config": adapter.config for name, adapter in each}
         write_crowd(
             target,
             {**tensors, **configs},
@@ -379,8 +367,7 @@ def prepare(
             where="--merge",
             hint="export all of them, or one by --agent",
         )
-    agents = [Adapter(config, tensors) for config, tensors in zip(saved.configs, saved.agents, strict=True)]
-    count = len(agents)
+    agents, count = saved.agents, len(saved.agents)
     if isinstance(merge, Distillation):
         return _distilled(saved, merge)
     if merge is not None:

@@ -15,18 +15,19 @@ Legend: K agents, B prompts, n texts of one writer, S targets, T tokens, V vocab
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
 from ci_llm.crowd.aggregators import aggregate, find_vote, is_mean
@@ -49,13 +50,17 @@ from ci_llm.crowd.next_token import (
 from ci_llm.crowd.uncertainty import TokenUncertainty, of_text, token_uncertainty, tokens_of
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import Example
-from ci_llm.data.prompts import Prompter
+from ci_llm.data.prompts import spoken
 from ci_llm.lora.passes import describe_error, distance, dtypes_of, tolerance, unusable_base
 
 #: Finds the final answers in the texts of one prompt, "" where a text has none.
 Reading = Callable[[Sequence[TokenIds]], list[str]]
-#: True if a text that has not ended shall end here.
-IsOver = Callable[[TokenIds], bool]
+#: The character in decoded text for bytes that are not a complete character.
+_INCOMPLETE = "\ufffd"
+#: How many tokens are decoded again with new ones, because a token's text may depend on those before it.
+_WINDOW: Final = 16
+#: A token that stands for one byte, as in Llama 2's vocabulary: several in a row are decoded together.
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 @dataclass(frozen=True)
@@ -67,15 +72,13 @@ class Wanted:
         include_agents: also continue every prompt by each agent alone, greedily.
         uncertainty: also compute how sure the crowd is of every token; see `Request`.
         stop: called after every token; True ends all texts there.
-        is_over: called with each text that has not ended, after each of its tokens; True ends this text there.
-        answers_of: the final answers in texts, for a crowd that votes.
+        answers_of: the final answers in texts, for a crowd that votes; None where nothing is known of the task.
     """
 
     decoding: Decoding
     include_agents: bool = False
     uncertainty: bool = False
     stop: Callable[[], bool] = lambda: False
-    is_over: IsOver | None = None
     answers_of: Reading | None = None
 
 
@@ -115,22 +118,12 @@ def generate_each(
     """
     size = len(requests_of(crowd, 0, [0], wanted))
     groups = (requests_of(crowd, number, prompt, wanted) for number, prompt in asked)
-    found = written(crowd, groups, size, at_a_time * size, wanted.stop, wanted.is_over)
-    while True:
-        with base_errors(crowd):
-            requests = next(found, None)
-        if requests is None:
-            return
+    for requests in written(crowd, groups, size, at_a_time * size, wanted.stop):
         yield generated_of(crowd, requests, wanted)
 
 
 def written(
-    crowd: CrowdModel,
-    groups: Iterable[list[Request]],
-    size: int,
-    most: int,
-    stop: Callable[[], bool] = lambda: False,
-    is_over: IsOver | None = None,
+    crowd: CrowdModel, groups: Iterable[list[Request]], size: int, most: int, stop: Callable[[], bool] = lambda: False
 ) -> Iterator[list[Request]]:
     """Write the texts of all groups of requests, and yield each group once it and those before it have ended.
 
@@ -138,12 +131,16 @@ def written(
         groups: taken when there is place for them.
         size: the number of requests in a group.
         most: the number of texts written at the same time.
-        stop, is_over: as in `Wanted`.
+        stop: as in `Wanted`.
+
+    Raises:
+        ModelError: the base cannot generate.
     """
     waiting = iter(groups)
     if not decodes(crowd):
         while batch := list(islice(waiting, max(1, most // size))):
-            _write_batch(crowd, batch, stop, is_over)
+            with base_errors(crowd):
+                _write_batch(crowd, batch, stop)
             yield from batch
         return
     open_: deque[list[Request]] = deque()
@@ -158,8 +155,10 @@ def written(
                 joining += taken
                 open_.append(taken)
         decoder.admit(joining)
-        for request in decoder.step():
-            if is_over and request.finish is None and is_over(request.tokens):
+        with base_errors(crowd):
+            moved = decoder.step()
+        for request in moved:
+            if request.finish is None and _has_stopped(crowd, request):
                 decoder.release(request)
         if stop():
             more = False
@@ -196,8 +195,7 @@ def generated_of(crowd: CrowdModel, requests: Sequence[Request], wanted: Wanted)
     """
     how, agents = wanted.decoding, requests
     if find_vote(how.aggregator):
-        read = wanted.answers_of or _reading(crowd.prompter)
-        winner, uncertainties = elect(crowd, agents[0].prompt, [each.tokens for each in agents], how.aggregator, read)
+        winner, uncertainties = elect(crowd, agents[0].prompt, [each.tokens for each in agents], how, wanted.answers_of)
         ids = [token for token in winner if token not in how.ends]
         has_ended = len(ids) < len(winner)
     else:
@@ -210,19 +208,15 @@ def generated_of(crowd: CrowdModel, requests: Sequence[Request], wanted: Wanted)
     return Generated(ids, has_ended, uncertainties, [each.ids for each in shown], ended)
 
 
-def _reading(prompter: Prompter | None) -> Reading:
-    """A function that finds final answers without knowledge of the task."""
-    return lambda texts: final_answers([prompter.text(ids) if prompter else str(list(ids)) for ids in texts])
-
-
 def elect(
-    crowd: CrowdModel, prompt: TokenIds, voters: Sequence[TokenIds], aggregator: str, answers_of: Reading
+    crowd: CrowdModel, prompt: TokenIds, voters: Sequence[TokenIds], how: Decoding, answers_of: Reading | None = None
 ) -> tuple[TokenIds, list[TokenUncertainty]]:
     """The winner among texts after one prompt, which include their ends, and how sure the crowd is of its tokens."""
-    vote = find_vote(aggregator)
+    vote = find_vote(how.aggregator)
     assert vote is not None, "the aggregator votes"
-    read = read_texts(crowd, prompt, voters, aggregator)
-    wins = vote(answers_of(voters), [of_text(tokens).log_probability for tokens in read])
+    answers = answers_of(voters) if answers_of else final_answers([text_of(crowd, ids, how) for ids in voters])
+    read = read_texts(crowd, prompt, voters, how.aggregator)
+    wins = vote(answers, [of_text(tokens).log_probability for tokens in read])
     return voters[wins], read[wins]
 
 
@@ -268,6 +262,98 @@ def continuation(prompt: TokenIds, text: TokenIds) -> Example:
     return Example(ids, np.arange(len(ids)) >= len(prompt))
 
 
+# Texts from token ids
+
+
+def text_of(crowd: CrowdModel, ids: TokenIds, decoding: Decoding) -> str:
+    """The text of token ids, cut before the first stop string in it."""
+    return cut(crowd.prompter.text(ids), decoding.stop_strings)
+
+
+def _has_stopped(crowd: CrowdModel, request: Request) -> bool:
+    """True if there is a stop string in the text of a request."""
+    stops = request.decoding.stop_strings
+    return bool(stops) and TextSoFar(crowd.prompter.tokenizer, stops).update(request.tokens)
+
+
+def cut(text: str, stop_strings: Sequence[str]) -> str:
+    """The text before the first stop string in it."""
+    found = [at for at in (text.find(string) for string in stop_strings) if at >= 0]
+    return text[: min(found)] if found else text
+
+
+def held_back(text: str, stop_strings: Sequence[str]) -> int:
+    """The length of the longest end of `text` with which a stop string begins, or 0."""
+    longest = max(map(len, stop_strings), default=1) - 1
+    lengths = range(min(longest, len(text)), 0, -1)
+    return next((n for n in lengths if any(string.startswith(text[-n:]) for string in stop_strings)), 0)
+
+
+class TextSoFar:
+    """The text of an answer that still grows, emitted in pieces whose sum is the whole text.
+
+    A piece has whole characters only, and nothing that a stop string may still cut off.
+
+    Args:
+        tokenizer: decodes the ids; special tokens are left out.
+        stop_strings: the text ends before the first of them.
+        emit: called with each piece.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_strings: Sequence[str],
+        emit: Callable[[str], None] = lambda piece: None,
+    ) -> None:
+        self._tokenizer, self._stop_strings, self._emit = tokenizer, stop_strings, emit
+        self._emitted = ""
+        self._start, self._read, self._before, self._context = 0, 0, "", ""
+
+    def update(self, ids: Sequence[int]) -> bool:
+        """Emit the text that further ids cannot change; True if a stop string is in it."""
+        text = self._so_far(self._settled(spoken(self._tokenizer, ids))).rstrip(_INCOMPLETE)
+        kept = cut(text, self._stop_strings)
+        if len(kept) < len(text):
+            self._advance(kept)
+            return True
+        if self._tokenizer.clean_up_tokenization_spaces:  # a sign that follows takes the space away
+            text = text[: max(0, text.rfind(" "))]
+        self._advance(text[: len(text) - held_back(text, self._stop_strings)])
+        return False
+
+    def _so_far(self, ids: Sequence[int]) -> str:
+        """The text of all ids, of which only the last are decoded: decoding all every time would take T² steps."""
+        fresh = self._decode(ids[self._start :])
+        text = self._before + fresh[len(self._context) :]
+        is_settled = not fresh.endswith(_INCOMPLETE) and not self._tokenizer.clean_up_tokenization_spaces
+        if not is_settled or len(ids) - self._read < _WINDOW:
+            return text
+        context = self._decode(ids[self._read :])
+        if context.strip():
+            self._start, self._read, self._before, self._context = self._read, len(ids), text, context
+        return text
+
+    def finish(self, ids: Sequence[int]) -> None:
+        """Emit the rest of the text of all ids."""
+        self._advance(cut(self._decode(spoken(self._tokenizer, ids)), self._stop_strings))
+
+    def _advance(self, text: str) -> None:
+        if len(text) > len(self._emitted):
+            self._emit(text[len(self._emitted) :])
+            self._emitted = text
+
+    def _settled(self, ids: Sequence[int]) -> Sequence[int]:
+        """The ids without the byte tokens at their end, whose characters one more byte may change."""
+        end = len(ids)
+        while end and _BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(int(ids[end - 1])))):
+            end -= 1
+        return ids[:end]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
 # Bases that do not read packed rows
 
 
@@ -282,9 +368,7 @@ def as_in_generation(crowd: CrowdModel) -> Iterator[None]:
         crowd.route = route
 
 
-def _write_batch(
-    crowd: CrowdModel, groups: Sequence[list[Request]], stop: Callable[[], bool], is_over: IsOver | None
-) -> None:
+def _write_batch(crowd: CrowdModel, groups: Sequence[list[Request]], stop: Callable[[], bool]) -> None:
     """Write the texts of these groups by Transformers' `generate`; all wait for the longest one."""
     with as_in_generation(crowd):
         if crowd.padding_invariant is None and len({len(requests[0].prompt) for requests in groups}) > 1:
@@ -293,12 +377,10 @@ def _write_batch(
         for at in range(0, len(groups), each):
             together = [request for requests in groups[at : at + each] for request in requests]
             for who in dict.fromkeys(request.who for request in together):
-                _write_texts(crowd, who, [one for one in together if one.who == who], stop, is_over)
+                _write_texts(crowd, who, [one for one in together if one.who == who], stop)
 
 
-def _write_texts(
-    crowd: CrowdModel, who: Who, requests: Sequence[Request], stop: Callable[[], bool], is_over: IsOver | None
-) -> None:
+def _write_texts(crowd: CrowdModel, who: Who, requests: Sequence[Request], stop: Callable[[], bool]) -> None:
     """Write n texts of one writer."""
     prompts, copies = [request.prompt for request in requests], crowd.num_agents if who is CROWD else 1
     free, open_ = free_positions(crowd.model, prompts), [*requests]
@@ -315,7 +397,7 @@ def _write_texts(
 
     def have_ended(ids: Tensor, _: Tensor, **__: object) -> Tensor:
         """True if all texts have ended, once for every row."""
-        over = [each for each in open_ if each.finish is not None or (is_over and is_over(each.tokens))]
+        over = [each for each in open_ if each.finish is not None or _has_stopped(crowd, each)]
         open_[:] = [request for request in open_ if request not in over]
         return torch.full((len(ids),), stop() or not open_, device=ids.device)
 

@@ -14,9 +14,9 @@ import xxhash
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.base.load import load_base
-from ci_llm.crowd.adapter_files import External, read_adapters, settings_of
+from ci_llm.crowd.adapter_files import External, listed_files, read_adapters, settings_of
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.pretrained import listed_files, require_free, write_crowd
+from ci_llm.crowd.pretrained import require_free, write_crowd
 from ci_llm.data.encoder import chat_template
 from ci_llm.data.prompts import Prompter, tokenizer_files
 from ci_llm.errors import ForeignCheckpoint, ModelError, first_line

@@ -25,15 +25,15 @@ from torch import Tensor
 
 from ci_llm.core.evaluation_file import Difference, Figure, Intervals, Judgement
 from ci_llm.core.measures import LEAST_ROWS, METRICS
-from ci_llm.crowd.asking import answered_rows, batches_of, prompter_of
+from ci_llm.crowd.asking import Prompts, answered_rows, batches_of
 from ci_llm.crowd.model import CrowdModel
-from ci_llm.crowd.next_token import num_positions
+from ci_llm.crowd.next_token import free_positions
 from ci_llm.crowd.objective import Preferences
 from ci_llm.data.batches import Batch
 from ci_llm.data.encoder import Example
-from ci_llm.data.prompts import Prompt, prompts_of
+from ci_llm.data.prompts import prompts_of
 from ci_llm.data.units import unit_of, without_end
-from ci_llm.errors import BadInput, DataError, ModelError
+from ci_llm.errors import BadInput, ModelError
 from ci_llm.lora.heads import pad_of
 
 #: The number of bins of equal width of a calibration error.
@@ -346,11 +346,7 @@ class TextScore:
 
 @torch.no_grad()
 def score_texts(
-    crowd: CrowdModel,
-    texts: Prompt | Sequence[Prompt],
-    answers: str | Sequence[str] | None,
-    abstain_below: float | None,
-    batch_size: int,
+    crowd: CrowdModel, texts: Prompts, answers: str | Sequence[str] | None, abstain_below: float | None, batch_size: int
 ) -> list[TextScore]:
     """The scores of texts by the heads; for arguments and errors see `Crowd.score`."""
     if not crowd.settings.outputs:
@@ -373,10 +369,8 @@ def score_texts(
     return scores
 
 
-def _read_by_heads(
-    crowd: CrowdModel, texts: Prompt | Sequence[Prompt], answers: str | Sequence[str] | None
-) -> list[Example]:
-    prompter = prompter_of(crowd)
+def _read_by_heads(crowd: CrowdModel, texts: Prompts, answers: str | Sequence[str] | None) -> list[Example]:
+    prompter = crowd.prompter
     if answers is None:
         found = [prompter.read(text, is_answer=crowd.reads_pairs) for text in prompts_of(texts)]
     elif not crowd.reads_pairs:
@@ -384,12 +378,7 @@ def _read_by_heads(
         raise BadInput("these heads score texts, and not answers to prompts", where="Crowd.score", hint=hint)
     else:
         found = answered_rows(crowd, prompts_of(texts), answers)
-    limit = num_positions(crowd.model)
-    if long := [number for number, row in enumerate(found) if len(row.input_ids) > limit]:
-        what = f"text {long[0]} has {len(found[long[0]].input_ids)} tokens, and the base reads {limit}"
-        raise DataError(what, where="Crowd.score", hint="shorten it")
-    if empty := [number for number, row in enumerate(found) if not len(row.input_ids)]:
-        raise DataError(f"text {empty[0]} is empty", where="Crowd.score", hint="leave it out")
+    free_positions(crowd.model, [row.input_ids for row in found], "text", least=0)
     pad = pad_of(crowd.model.config, prompter.tokenizer)
     return [without_end(row, pad) for row in found]
 

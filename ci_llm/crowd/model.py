@@ -73,7 +73,7 @@ class CrowdModel(nn.Module):
     def __init__(self, model: PreTrainedModel, settings: LoraSettings, base_name: str, pad_id: int = 0) -> None:
         super().__init__()
         self.settings, self.base_name, self.pad_id = settings, base_name, pad_id
-        self.prompter: Prompter | None = None
+        self._prompter: Prompter | None = None
         self.calibration: Calibration | None = None
         self._packed: Packed | None = None
         self.common_start = not settings.initialize_adapters_rand
@@ -126,6 +126,21 @@ class CrowdModel(nn.Module):
         self.attention, said = choose_way(config, self.device, compute_dtype(like))
         self.route = self._route
         return said
+
+    @property
+    def prompter(self) -> Prompter:
+        """What words prompts as in training. Raises ModelError until it is set."""
+        if self._prompter is None:
+            raise ModelError(
+                "this crowd has no tokenizer",
+                where="Crowd.generate",
+                hint="set crowd.prompter = ci_llm.Prompter(tokenizer), or take Crowd.generate_ids",
+            )
+        return self._prompter
+
+    @prompter.setter
+    def prompter(self, prompter: Prompter) -> None:
+        self._prompter = prompter
 
     @property
     def num_agents(self) -> int:

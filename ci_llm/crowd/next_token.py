@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -215,19 +215,23 @@ def ends_of_base(model: PreTrainedModel) -> frozenset[int]:
     return frozenset() if found is None else frozenset([found] if isinstance(found, int) else found)
 
 
-def free_positions(model: PreTrainedModel, prompts: Sequence[TokenIds]) -> int:
+def free_positions(model: PreTrainedModel, prompts: Sequence[Sized], what: str = "prompt", least: int = 1) -> int:
     """The number of new tokens for which the base has positions after the longest prompt.
+
+    Args:
+        what: the word for a prompt in an error.
+        least: that number must be at least so large.
 
     Raises:
         DataError: a prompt is empty, or longer than the base can read.
     """
     lengths, limit = [len(prompt) for prompt in prompts], num_positions(model)
-    longest = max(lengths)
-    if not min(lengths):
-        raise DataError("a prompt is empty", where=f"prompt {lengths.index(0)} (counted from 0)", hint="leave it out")
-    if longest >= limit:
-        where = f"prompt {lengths.index(longest)} (counted from 0)"
-        raise DataError(f"a prompt has {longest} tokens, and the base reads {limit}", where=where, hint="shorten it")
+    longest = max(lengths, default=0)
+    if 0 in lengths:
+        raise DataError(f"a {what} is empty", where=f"{what} {lengths.index(0)} (counted from 0)", hint="leave it out")
+    if longest + least > limit:
+        where = f"{what} {lengths.index(longest)} (counted from 0)"
+        raise DataError(f"a {what} has {longest} tokens, and the base reads {limit}", where=where, hint="shorten it")
     return limit - longest
 
 

@@ -5,7 +5,7 @@ labelled rows, and `GrpoObjective` from completions that agents have drawn.
 
 They have no state and do not communicate. Losses are SUMS, over targets, units or weighted tokens: only the ballot
 knows the count of the whole optimizer step, and the loop divides by it. So neither accumulation nor uneven rows nor
-the number of processes can bias a mean. Facts about the whole step are given (`StepFacts`).
+the number of processes can bias a mean. Facts about the whole step are given.
 
 Legend: K agents, U units (pairs, rows or prompts), R rows (of a pair two), B rows, S targets, V vocabulary, M metrics.
 """
@@ -205,19 +205,6 @@ class _OfUnits:
 
 
 @dataclass(frozen=True)
-class StepFacts:
-    """The facts about the whole step that an objective needs.
-
-    Attributes:
-        nll_shares: [K] units per token of the next-token loss; empty if the objective does not use that loss.
-        kl: [K, 1] see `Evidence.kl`.
-    """
-
-    nll_shares: tuple[float, ...] = ()
-    kl: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class Preferences(_OfUnits):
     """An objective of pairs, rated or labelled rows.
 
@@ -225,13 +212,15 @@ class Preferences(_OfUnits):
         objective: the objective, with the settings of all agents.
         crowd: the crowd, whose base alone or start is the reference.
         bootstrap: see `NextToken`.
-        facts: the facts about the step.
+        nll_shares: [K] units of the whole step per token of its next-token loss; empty if that loss is not used.
+        kl: [K, 1] that of the whole step, see `Evidence.kl`.
     """
 
     objective: Objective
     crowd: CrowdModel
     bootstrap: tuple[tuple[int, int] | None, ...] = ()
-    facts: StepFacts = StepFacts()
+    nll_shares: tuple[float, ...] = ()
+    kl: Tensor | None = None
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -289,11 +278,11 @@ class Preferences(_OfUnits):
             lengths=row_sums(answered[None], batch)[0],
             reference=sums_of(self.crowd.reference(output.agents, batch)) if needs.reference else None,
             labels=judged,
-            kl=None if self.facts.kl is None else self.facts.kl[places],
+            kl=None if self.kl is None else self.kl[places],
         )
         if needs.nll == "none":
             return found
-        shares = found.sums.new_tensor(self.facts.nll_shares or (1.0,) * self.crowd.num_agents)[places, None]
+        shares = found.sums.new_tensor(self.nll_shares or (1.0,) * self.crowd.num_agents)[places, None]
         nll = -(row_sums(output.log_probs, batch) if needs.nll == "rows" else found.sums)
         return replace(found, nll=pairs(nll)[0], nll_tokens=pairs(counts)[0], nll_share=shares)
 

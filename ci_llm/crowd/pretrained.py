@@ -20,7 +20,6 @@ from weakref import finalize
 
 import torch
 import xxhash
-from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.base.gguf import gguf_file
@@ -32,10 +31,14 @@ from ci_llm.checkpoints.state_files import read_snapshot
 from ci_llm.config import Config, parse_config
 from ci_llm.core.durable import read_json
 from ci_llm.core.remote import fetch, is_url, may_be_repository
+from ci_llm.crowd.adapter_files import Adapter, write_files
 from ci_llm.crowd.given_path import META, SAVED, require_checkpoint
 from ci_llm.crowd.uncertainty import Calibration
 from ci_llm.data.prompts import Prompter
+from ci_llm.data.rows import Rows
+from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.errors import ForeignCheckpoint, ModelError
+from ci_llm.lora.heads import how_tokenized
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.mirror.filling import local_copy
 from ci_llm.objectives import without_function
@@ -59,9 +62,8 @@ class Pretrained:
         prompter: the prompter with the tokenizer and the form of prompts of the training.
         meta: the content of `ci_llm_meta_config.json`; see `Crowd.meta`.
         weights: the fingerprint of agents and base.
-        names: the names of the agents' folders; empty for a base alone, as are the two lists that follow.
-        agents: K dicts of tensors by PEFT's names.
-        configs: K contents of `adapter_config.json`, which name the base that was opened.
+        names: the names of the agents' folders; empty for a base alone, as is `agents`.
+        agents: [K] the adapters; their configurations name the base that was opened.
         common_start: True if all agents began with the same weights, as far as it is recorded.
         step: the optimizer steps taken; 0 for agents that no run has trained.
         run_config: `config.yaml` of the run that trained the agents; None if no run did.
@@ -75,8 +77,7 @@ class Pretrained:
     meta: Mapping[str, Any]
     weights: str
     names: list[str] = field(default_factory=list)
-    agents: list[Mapping[str, Tensor]] = field(default_factory=list)
-    configs: list[Mapping[str, Any]] = field(default_factory=list)
+    agents: list[Adapter] = field(default_factory=list)
     common_start: bool = True
     step: int = 0
     run_config: str | None = None
@@ -89,6 +90,16 @@ class Pretrained:
             return None
         found: Config = without_function(parse_config(self.run_config, "config.yaml"), self.settings.outputs)
         return found
+
+    def tokenized(self, rows: Rows, config: Config) -> TokenizedRows:
+        """Rows as these agents read them, by the keys of a configuration.
+
+        Raises:
+            DataError: no row can be used.
+        """
+        tokenizer = self.prompter.tokenizer
+        how = how_tokenized(config, self.base.model.config, tokenizer)
+        return tokenize(rows, tokenizer, max_seq_length=config.max_seq_length, **how)
 
 
 def open_pretrained(
@@ -115,16 +126,13 @@ def open_pretrained(
         run_config = state["config.yaml"].decode() if "config.yaml" in state else None
         base = _base(meta, str(source), device, base_model or _gguf_file(meta, run_config))
         tokenizer = _own_tokenizer(folder, state) or base.tokenizer
-    lora = meta["lora"]
-    settings = LoraSettings.from_dict(lora)
-    names = names_of_agents(meta)
+    lora, names, named = meta["lora"], names_of_agents(meta), {"base_model_name_or_path": base.name}
     return Pretrained(
         source=str(source),
         base=base,
-        settings=settings,
+        settings=LoraSettings.from_dict(lora),
         names=names,
-        agents=[state[f"{name}/adapter_model"] for name in names],
-        configs=[{**state[f"{name}/adapter_config"], "base_model_name_or_path": base.name} for name in names],
+        agents=[Adapter(state[f"{name}/adapter_config"] | named, state[f"{name}/adapter_model"]) for name in names],
         prompter=Prompter(tokenizer, meta["prompt_form"]),
         meta=meta,
         common_start=meta.get("common_start", not lora["initialize_adapters_rand"]),
@@ -281,35 +289,6 @@ def _own_tokenizer(folder: Path, state: Mapping[str, Any]) -> PreTrainedTokenize
     found.name_or_path = str(folder / "tokenizer")
     finalize(found, scratch.cleanup)
     return found
-
-
-def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files by their names below `folder`."""
-    for name, data in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-
-@contextmanager
-def listed_files(folder: Path) -> Iterator[Path]:
-    """Yield a copy of the adapters and tokenizers of a committed folder, or of a folder in one: verified, and no more.
-
-    Any other folder, such as PEFT's, has no list of its files and is yielded itself.
-
-    Raises:
-        DamagedCheckpoint: a file differs from its digest in the manifest.
-    """
-    root = next((each for each in (folder, folder.parent) if (each / MANIFEST).is_file()), None)
-    if root is None:
-        yield folder
-        return
-    manifest = read_manifest(root)
-    name_unlisted(root, manifest)
-    listed = {n: record for n, record in manifest.files.items() if n.startswith("agent") or n == f"{META}.json"}
-    with TemporaryDirectory() as scratch:
-        write_files(Path(scratch), {name: read_file(root, name, record) for name, record in listed.items()})
-        yield Path(scratch, folder.relative_to(root))
 
 
 def weights_fingerprint(manifest: Manifest) -> str:

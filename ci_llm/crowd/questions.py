@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, tee
 from statistics import median
@@ -15,19 +15,18 @@ from typing import Final, Protocol
 
 import torch
 import xxhash
-from torch import Tensor
 
-from ci_llm.core.evaluation_file import Asked, Figure
+from ci_llm.core.evaluation_file import Asked
 from ci_llm.core.measures import JudgedBy
 from ci_llm.crowd.aggregators import find_vote, majority
 from ci_llm.crowd.generation import Wanted, generate_each
 from ci_llm.crowd.metrics import Reader, answer_reader
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import Decoding, ends_of_base, num_positions
-from ci_llm.crowd.scoring import own_rows, shares
+from ci_llm.crowd.scoring import AnswerScores, Solved
 from ci_llm.crowd.uncertainty import TokenUncertainty
 from ci_llm.data.encoder import Example
-from ci_llm.data.prompts import Prompter, last_answer
+from ci_llm.data.prompts import last_answer
 from ci_llm.data.units import Unit
 
 
@@ -42,17 +41,15 @@ class Examples(Protocol):
 MOST_WORDS: Final = 8
 
 
-def judged_by(rows: Examples, prompter: Prompter, heads: int = 0) -> JudgedBy:
+def judged_by(rows: Examples, crowd: CrowdModel) -> JudgedBy:
     """The measure for these rows: exact match, or NLL for free text and for numbers, which are never exactly right.
 
     Prompts alone are judged by rewards, of which the loss is the negative.
 
     Rows are free text if at least half of them ask nothing, as plain text, or have answers in several turns, or if
     their right answers have more than `MOST_WORDS` words in the median. 64 evenly spread rows are examined.
-
-    Args:
-        heads: the number of outputs of each agent's head; 0 for agents without heads.
     """
+    heads = crowd.settings.outputs
     looked = [rows[number] for number in _spread(range(len(rows)), 64)]
     if isinstance(looked[0], Unit) and looked[0].is_prompt:
         return "nll"
@@ -61,7 +58,7 @@ def judged_by(rows: Examples, prompter: Prompter, heads: int = 0) -> JudgedBy:
     asked = [row for row in looked if _has_question(row) and last_answer(row).start == int(row.supervised.argmax())]
     if 2 * len(asked) <= len(looked):
         return "nll"
-    references = [prompter.text(row.input_ids[last_answer(row)].tolist()) for row in asked]
+    references = [crowd.prompter.text(row.input_ids[last_answer(row)].tolist()) for row in asked]
     read = answer_reader(references, "exact_match")
     return "nll" if median(len(read(text).split()) for text in references) > MOST_WORDS else "exact_match"
 
@@ -96,7 +93,6 @@ class Questions:
     def of(
         cls,
         rows: Examples,
-        prompter: Prompter,
         crowd: CrowdModel,
         count: int,
         max_seq_length: int,
@@ -118,13 +114,13 @@ class Questions:
         numbers, usable = [n for each in found for n in _spread(each, count)], sum(map(len, found))
         chosen = [rows[number] for number in numbers]
         answers = [row.input_ids[last_answer(row)].tolist() for row in chosen]
-        references = [prompter.text(answer) for answer in answers]
+        references = [*map(crowd.prompter.text, answers)]
         return cls(
             rows=numbers,
             prompts=[row.input_ids[: last_answer(row).start].tolist() for row in chosen],
             references=references,
             read=answer_reader(references, metric),
-            ends=prompter.ends_of(chosen) | ends_of_base(crowd.model),
+            ends=crowd.prompter.ends_of(chosen) | ends_of_base(crowd.model),
             left_out=len(rows) - usable,
             too_long=len(fits) - usable,
             metric=metric,
@@ -149,81 +145,6 @@ def asked_of(sets: Sequence[Questions], max_new_tokens: int) -> Asked:
 
 
 @dataclass(frozen=True)
-class Solved:
-    """One question with the answer of the crowd, for people.
-
-    Attributes:
-        answer: the crowd's whole text.
-        wanted: the right final answer.
-        right: [K+2] whose final answers are right: K agents, the crowd, the vote.
-    """
-
-    question: str
-    answer: str
-    wanted: str
-    right: tuple[bool, ...]
-
-
-@dataclass(frozen=True)
-class AnswerScores:
-    """The right ones among the final answers.
-
-    Attributes:
-        right: [K+2, n] bool: K agents, the crowd, the vote.
-        example: the first question; None without questions.
-        own: per agent the questions that score it, if agents are evaluated on rows of their own; empty if all questions
-            score all agents.
-        asked: the identity of the questions; None before that of all sets is known.
-    """
-
-    right: Tensor
-    example: Solved | None = None
-    own: tuple[slice, ...] = ()
-    asked: Asked | None = None
-
-    @classmethod
-    def of(
-        cls, answers: Iterable[Answers], prompter: Prompter, questions: Questions, lines: int, stop: Callable[[], bool]
-    ) -> AnswerScores | None:
-        """The scores of answers, in their order; None if `stop`, called after every question, returned True.
-
-        Args:
-            questions: the questions that were answered.
-            lines: K+2, which is also known where no question was answered.
-        """
-        right, example = list[list[bool]](), None
-        for each in answers:
-            if stop():
-                return None
-            right.append(each.right)
-            if example is None:
-                question = prompter.question(questions.prompts[each.number])
-                example = Solved(question, each.crowd, questions.answers[each.number], tuple(each.right))
-        return cls(torch.tensor(right, dtype=torch.bool).view(-1, lines).T, example)
-
-    @classmethod
-    def joined(cls, parts: Iterable[AnswerScores]) -> AnswerScores:
-        """The questions of all parts, in order."""
-        listed = list(parts)
-        example = next((part.example for part in listed if part.example is not None), None)
-        return cls(torch.cat([part.right for part in listed], dim=1), example)
-
-    @classmethod
-    def of_sets(cls, sets: Sequence[AnswerScores], of_agent: Sequence[int]) -> AnswerScores:
-        """The questions of several sets, each of which scores its own agents.
-
-        Args:
-            of_agent: the number of each agent's set.
-        """
-        return replace(cls.joined(sets), own=own_rows([part.right.shape[1] for part in sets], of_agent))
-
-    @property
-    def shares(self) -> Figure:
-        """The share of right answers; differences are paired over all questions."""
-        return shares(self.right[:-1], self.own, self.right[-1])
-
-
-@dataclass(frozen=True)
 class Answers:
     """The answers to one question.
 
@@ -244,7 +165,6 @@ class Answers:
 
 def answer_questions(
     crowd: CrowdModel,
-    prompter: Prompter,
     questions: Questions,
     batches: Iterable[Sequence[int]],
     max_new_tokens: int,
@@ -270,7 +190,7 @@ def answer_questions(
         include_agents=not is_one,
         uncertainty=uncertainty,
         stop=stop,
-        answers_of=lambda texts: [questions.read(prompter.text(ids)) for ids in texts],
+        answers_of=lambda texts: [questions.read(crowd.prompter.text(ids)) for ids in texts],
     )
     given = iter(batches)
     first = next(given, None)
@@ -282,11 +202,32 @@ def answer_questions(
     for generated in written:
         number = next(of)
         each = [*([generated.ids] if is_one else generated.agents), generated.ids]
-        *agents, together = map(prompter.text, each)
+        *agents, together = map(crowd.prompter.text, each)
         *own, crowds = map(questions.read, (*agents, together))
         wanted_answer = questions.answers[number]
         right = [answer == wanted_answer != "" for answer in (*own, crowds, majority(own, crowds))]
         yield Answers(number, agents, together, right, generated.uncertainties)
+
+
+def score_answers(
+    crowd: CrowdModel,
+    questions: Questions,
+    batches: Iterable[Sequence[int]],
+    max_new_tokens: int,
+    aggregator: str,
+    stop: Callable[[], bool] = lambda: False,
+) -> AnswerScores | None:
+    """The scores of the answers of `answer_questions`, in their order; None if `stop` returned True."""
+    right, example = list[list[bool]](), None
+    for each in answer_questions(crowd, questions, batches, max_new_tokens, aggregator, stop):
+        if stop():
+            return None
+        right.append(each.right)
+        if example is None:
+            question = crowd.prompter.question(questions.prompts[each.number])
+            example = Solved(question, each.crowd, questions.answers[each.number], tuple(each.right))
+    lines = crowd.num_agents + 2  # also where no question was answered
+    return AnswerScores(torch.tensor(right, dtype=torch.bool).view(-1, lines).T, example)
 
 
 def _spread(numbers: Sequence[int], count: int) -> list[int]:

@@ -1,10 +1,10 @@
-"""The scores of each agent and of the crowd on given texts, by teacher forcing, and those of heads.
+"""The scores of each agent and of the crowd on given texts and of their answers, and the figures from them.
 
-In teacher forcing, exact match means that every token of the reference solution is the most probable one given the
-tokens before it, so that greedy decoding would reproduce the solution. The crowd's most probable token is that of the
-aggregated distribution.
+Texts are scored by teacher forcing, or by heads. In teacher forcing, exact match means that every token of the
+reference solution is the most probable one given the tokens before it, so that greedy decoding would reproduce the
+solution. The crowd's most probable token is that of the aggregated distribution.
 
-Legend: K agents, S targets, V vocabulary, n rows.
+Legend: K agents, S targets, V vocabulary, n rows or questions.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ci_llm.core.evaluation_file import Difference, Figure
-from ci_llm.core.measures import paired_interval
+from ci_llm.core.evaluation_file import Asked, BaseScores, BestAgent, Difference, Figure, TeacherForced
+from ci_llm.core.measures import JudgedBy, paired_interval
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.judging import Judged, judge
 from ci_llm.crowd.model import CrowdModel
@@ -60,16 +60,6 @@ class Scores:
             judged=judged[0].joined(judged) if judged else None,
         )
 
-    @classmethod
-    def of_sets(cls, sets: Sequence[Scores], of_agent: Sequence[int]) -> Scores:
-        """The rows of several sets, each of which scores its own agents.
-
-        Args:
-            of_agent: the number of each agent's set.
-        """
-        together = cls.joined(sets)
-        return replace(together, own=own_rows([part.right.shape[1] for part in sets], of_agent))
-
     @property
     def exact_match(self) -> list[float]:
         """The share of rows that match: K agents, then the crowd."""
@@ -110,8 +100,59 @@ class Scores:
         return paired_gain(difference, difference.mean() * (weights - 1))
 
 
-def own_rows(counts: Sequence[int], of_agent: Sequence[int]) -> tuple[slice, ...]:
-    """The rows of each agent's set, where sets with these numbers of rows follow one another."""
+@dataclass(frozen=True)
+class Solved:
+    """One question with the answer of the crowd, for people.
+
+    Attributes:
+        answer: the crowd's whole text.
+        wanted: the right final answer.
+        right: [K+2] whose final answers are right: K agents, the crowd, the vote.
+    """
+
+    question: str
+    answer: str
+    wanted: str
+    right: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class AnswerScores:
+    """The right ones among the final answers to n questions.
+
+    Attributes:
+        right: [K+2, n] bool: K agents, the crowd, the vote.
+        example: the first question; None without questions.
+        own: per agent the questions that score it, if agents are evaluated on rows of their own; empty if all questions
+            score all agents.
+        asked: the identity of the questions; None before that of all sets is known.
+    """
+
+    right: Tensor
+    example: Solved | None = None
+    own: tuple[slice, ...] = ()
+    asked: Asked | None = None
+
+    @classmethod
+    def joined(cls, parts: Iterable[AnswerScores]) -> AnswerScores:
+        """The questions of all parts, in order."""
+        listed = list(parts)
+        example = next((part.example for part in listed if part.example is not None), None)
+        return cls(torch.cat([part.right for part in listed], dim=1), example)
+
+    @property
+    def shares(self) -> Figure:
+        """The share of right answers; differences are paired over all questions."""
+        return shares(self.right[:-1], self.own, self.right[-1])
+
+
+def own_rows(sets: Sequence[Scores | AnswerScores], of_agent: Sequence[int]) -> tuple[slice, ...]:
+    """The rows of each agent's set, where the rows of these sets follow one another.
+
+    Args:
+        of_agent: the number of each agent's set.
+    """
+    counts = [part.right.shape[1] for part in sets]
     ends = [*accumulate(counts)]
     return tuple(slice(ends[number] - counts[number], ends[number]) for number in of_agent)
 
@@ -186,3 +227,61 @@ def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
         picked = everyone.gather(-1, targets.expand(lines, -1)[..., None]).squeeze(-1)
         nll.index_add_(1, rows, -picked.double())
     return Scores(wrong == 0, nll, tokens)
+
+
+# The figures of an `Evaluation`
+
+
+def fields_of(scores: Scores, answers: AnswerScores | None, *, heads: bool) -> dict[str, Any]:
+    """The fields of an `Evaluation` that follow from the scores.
+
+    With generated answers, `n` and `exact_match` are about final answers, and the figures of whole solutions are under
+    `teacher_forced` with their own `n`.
+
+    Args:
+        heads: True if heads, and no tokens, were scored.
+    """
+    n, exact_match = scores.right.shape[1], shares(scores.right, scores.own)
+    found: dict[str, Any] = {"n": n, "exact_match": exact_match, "measured_by": _measured_by(scores, heads=heads)}
+    if answers is not None:
+        found |= {"n": answers.right.shape[1], "exact_match": answers.shares, "measured_by": "generation"}
+        found |= {"asked": answers.asked, "teacher_forced": TeacherForced(n, exact_match)}
+    if scores.judged is not None:
+        found[scores.judged.part] = scores.judged.judgement()
+    *agents, crowd = scores.mean_nll
+    mean, best = map(scores.nll_gain, ("mean", "best"))
+    return {**found, "nll": Figure(tuple(agents), crowd, crowd_minus_mean=mean, crowd_minus_best=best)}
+
+
+def _measured_by(scores: Scores, *, heads: bool) -> str:
+    if scores.judged is not None and scores.judged.part == "rewards":
+        return "rewards"
+    return "heads" if heads else "teacher_forcing"
+
+
+def base_scores(scores: Scores, answers: AnswerScores | None) -> BaseScores:
+    """The scores of the base, from a pass of the base alone; see `CrowdModel.without_agents`."""
+    right = scores.right if answers is None else answers.right
+    return BaseScores(float(right[0].double().mean()), replace(scores, own=()).mean_nll[0])
+
+
+def best_agent(scores: Scores, answers: AnswerScores | None, judged_by: JudgedBy) -> BestAgent:
+    """The two best agents by the measure that judges the rows, and how many rows each of them wins."""
+    better = -scores.nll[:-1] if judged_by == "nll" else (scores.right[:-1] if answers is None else answers.right[:-2])
+    first, second = better.double().sum(1).argsort(descending=True, stable=True)[:2].tolist()
+    wins, losses = (int((better[one] > better[other]).sum()) for one, other in ((first, second), (second, first)))
+    return BestAgent(first, second, wins, losses)
+
+
+def parts_of_rows(scores: Scores, answers: AnswerScores | None) -> dict[str, tuple[tuple[float, ...], ...]]:
+    """The contribution of each row to an agent's mean, by metric [K][n].
+
+    The NLL, a ratio, is linearised as in `Scores.nll_gain`.
+    """
+    weights, nll = scores.tokens / scores.tokens.double().mean(), scores.nll[:-1] / scores.tokens.double().mean()
+    right = scores.right[:-1] if answers is None else answers.right[:-2]
+    by_row = nll - nll.mean(1, keepdim=True) * (weights - 1)
+    found = {"nll": by_row, "exact_match": right.double()}
+    if _measured_by(scores, heads=False) == "rewards":
+        found |= {"reward": -scores.nll[:-1]}
+    return {metric: tuple(map(tuple, rows.tolist())) for metric, rows in found.items()}

@@ -157,7 +157,7 @@ class Logistic:
         return 1 / (1 + math.exp(-z)) if z >= 0 else math.exp(z) / (1 + math.exp(z))
 
     @classmethod
-    def fit(cls, found: ArrayLike, right: Sequence[bool], penalty: ArrayLike = 1.0) -> Logistic:
+    def fit(cls, found: ArrayLike, right: Sequence[bool]) -> Logistic:
         """Fit by Newton's method, with a penalty on half the squared coefficients of standardised signals.
 
         As in Platt's paper, the targets stay away from 0 and 1, so that a fit exists if all answers are right or wrong.
@@ -165,14 +165,13 @@ class Logistic:
         Args:
             found: [n, F] signals, with n at least 1.
             right: [n] which answers are right.
-            penalty: one number, or [F]; larger where many signals say little each.
         """
         x, positive = np.asarray(found, float), np.asarray(right, bool)
         mean, spread = x.mean(0), x.std(0)
         spread[spread == 0] = 1
         standard = np.column_stack([(x - mean) / spread, np.ones(len(x))])
         goals = np.where(positive, (positive.sum() + 1) / (positive.sum() + 2), 1 / ((~positive).sum() + 2))
-        ridge = np.diag([*np.broadcast_to(np.asarray(penalty, float), x.shape[1:]), 0.0])
+        ridge = np.diag([*np.ones(x.shape[1]), 0.0])
         w = np.zeros(standard.shape[1])
         for _ in range(50):
             p = 1 / (1 + np.exp(-np.clip(standard @ w, -30, 30)))
@@ -236,6 +235,15 @@ def calibrated(calibration: Calibration | None, aggregator: str) -> Logistic | N
     None without a calibration, or if it is about the answers of another aggregator.
     """
     return calibration.right if calibration is not None and calibration.aggregator == aggregator else None
+
+
+def uncalibrated(calibration: Calibration | None, aggregator: str) -> str | None:
+    """The reason why there is no calibrated probability for this aggregator; None if there is one."""
+    if calibration is None:
+        return "this crowd has no calibration: ci-llm evaluate RUN --calibrate makes one"
+    if calibration.aggregator != aggregator:
+        return f"the calibration is about the aggregator {calibration.aggregator}"
+    return None
 
 
 def fit_temperature(log_probs: Tensor, wanted: Tensor) -> float:

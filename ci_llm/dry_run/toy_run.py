@@ -227,7 +227,6 @@ def generation(context: CheckContext) -> str:
     trainer = context.trainer
     if trainer.crowd.settings.outputs:
         return f"none: agents of objective {trainer.config.objective} have heads"
-    assert trainer.crowd.prompter is not None
     examples = trainer.courses.each[0].rows
     asked = [examples[number] for number in range(min(2, len(examples)))]
     starts = [row.prompts[0] if isinstance(row, Unit) else last_answer(row).start for row in asked]

@@ -23,12 +23,10 @@ from ci_llm.crowd.importing import find_reference
 from ci_llm.crowd.next_token import num_positions
 from ci_llm.crowd.pretrained import Pretrained, calibration_path, given_names, open_base, open_pretrained
 from ci_llm.crowd.questions import Questions, judged_by
-from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import joined_sizes, load_rows
-from ci_llm.data.tokens import TokenizedRows, tokenize
+from ci_llm.data.tokens import TokenizedRows
 from ci_llm.errors import BadInput, CiLlmError, ConfigError, DataError
-from ci_llm.lora.heads import how_tokenized
 from ci_llm.objectives import SFT, head_size
 
 logger = logging.getLogger(__name__)
@@ -37,7 +35,6 @@ logger = logging.getLogger(__name__)
 #: Keys of the configuration that may be changed for an evaluation.
 KEYS: Final = tuple(with_trait("evaluable"))
 _COLUMNS: Final = tuple(key for key in KEYS if key.endswith("_column"))
-_CONFIG: Final = "config.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +162,6 @@ class Job:
     saved: Pretrained
     crowd: Crowd
     names: list[str]
-    prompter: Prompter
     tokenized: TokenizedRows
     questions: Questions
     batch_size: int
@@ -204,36 +200,28 @@ def load(request: Request, checkpoint: Path | None) -> Job:
     crowd, names = Crowd.of(saved), given_names(saved.meta)
     if reason := crowd.choose_route():
         logger.debug("rows are padded, not packed: %s", reason)
-    prompter = crowd.prompter
-    assert prompter is not None, "a crowd that was opened has one"
     if request.data is not None and "max_seq_length" not in request.keys:
         # The run's length limit concerns the rows of its training; the base's positions limit others.
         config = config.model_copy(update={"max_seq_length": num_positions(crowd.model)})
-    tokenized = _tokenized(rows, crowd, config)
-    if heads := crowd.settings.outputs:
+    tokenized = _tokenized(saved, rows, config)
+    if crowd.settings.outputs:
         _require_no_answers(request, crowd)
     count = config.generation_eval_samples if request.is_of_own_rows else 0
-    is_rewarded = rows.form.kind == "prompts"
+    asks = not (crowd.settings.outputs or rows.form.kind == "prompts")  # heads and rewards judge otherwise
     questions = Questions.of(
-        [] if heads or is_rewarded else tokenized,
-        prompter,
+        tokenized if asks else [],
         crowd,
         count or len(tokenized),
         tokenized.whole_below(config.max_seq_length),
         metric=request.metric or "exact_match",
-        sets=_sets(tokenized) if len({*config.evaluated_on}) > 1 and not (heads or is_rewarded) else None,
+        sets=_sets(tokenized) if asks and len({*config.evaluated_on}) > 1 else None,
     )
-    asked = request.metric and len(questions)
-    judge: JudgedBy = "exact_match" if asked else judged_by(tokenized, prompter, heads=heads)
+    judge: JudgedBy = "exact_match" if request.metric and len(questions) else judged_by(tokenized, crowd)
     batch_size = request.batch_size or config.batch_size
     judged = None
-    if (
-        config.objective not in ("auto", SFT)
-        and not (heads or is_rewarded)
-        and _has_reference(crowd, config, checkpoint)
-    ):
-        judged = _tokenized(load_rows(config, "judged"), crowd, config)
-    return Job(request, config, saved, crowd, names, prompter, tokenized, questions, batch_size, judge, judged)
+    if asks and config.objective not in ("auto", SFT) and _has_reference(crowd, config, checkpoint):
+        judged = _tokenized(saved, load_rows(config, "judged"), config)
+    return Job(request, config, saved, crowd, names, tokenized, questions, batch_size, judge, judged)
 
 
 def _has_reference(crowd: Crowd, config: Config, checkpoint: Path | None) -> bool:
@@ -285,12 +273,9 @@ def _require_no_answers(request: Request, crowd: Crowd) -> None:
         )
 
 
-def _tokenized(rows: Rows, crowd: Crowd, config: Config) -> TokenizedRows:
-    assert crowd.prompter is not None, "a crowd that was opened has one"
-    tokenizer = crowd.prompter.tokenizer
-    heads = how_tokenized(config, crowd.model.config, tokenizer)
+def _tokenized(saved: Pretrained, rows: Rows, config: Config) -> TokenizedRows:
     try:
-        return tokenize(rows, tokenizer, max_seq_length=config.max_seq_length, **heads)
+        return saved.tokenized(rows, config)
     except DataError as error:
         what = error.what.replace("to learn from", "to evaluate")
         raise DataError(what, where=error.where, hint=error.hint) from error

@@ -192,11 +192,7 @@ LEAST_OF_EACH: Final = 10
 
 
 def sureness_of_answers(
-    rows: Sequence[Row],
-    calibration: Calibration | None,
-    aggregator: str,
-    *,
-    abstain_below: float | None = None,
+    rows: Sequence[Row], calibration: Calibration | None, aggregator: str, *, abstain_below: float | None = None
 ) -> Sureness:
     """The quality of the crowd's sureness, from the lines of a predictions file.
 

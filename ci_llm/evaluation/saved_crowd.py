@@ -25,15 +25,14 @@ from ci_llm.core.evaluation_file import NOBODY, Asked, Evaluation, Figure
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.core.work import Listener, counted, listeners
 from ci_llm.crowd.card import public_name
-from ci_llm.crowd.figures import base_scores, best_agent, fields_of
 from ci_llm.crowd.given_path import is_base, require_checkpoint
 from ci_llm.crowd.judging import Classes, Ranking, rank
 from ci_llm.crowd.metrics import Reader
 from ci_llm.crowd.objective import Preferences
 from ci_llm.crowd.pretrained import default_names, located
-from ci_llm.crowd.questions import Answers, AnswerScores, answer_questions, asked_of
+from ci_llm.crowd.questions import Answers, answer_questions, asked_of
 from ci_llm.crowd.rewarding import RewardScorer
-from ci_llm.crowd.scoring import Scores, score
+from ci_llm.crowd.scoring import AnswerScores, Scores, base_scores, best_agent, fields_of, score
 from ci_llm.crowd.uncertainty import Calibration, fit, of_text, signals
 from ci_llm.data.batches import in_order, pack
 from ci_llm.data.dealing import share
@@ -243,9 +242,7 @@ def _answers_to(
     job: loading.Job, batches: Sequence[Sequence[int]], aggregator: str, *, uncertainty: bool = False
 ) -> Iterator[Answers]:
     longest = job.config.answer_tokens(job.questions.longest)
-    return answer_questions(
-        job.crowd, job.prompter, job.questions, batches, longest, aggregator, uncertainty=uncertainty
-    )
+    return answer_questions(job.crowd, job.questions, batches, longest, aggregator, uncertainty=uncertainty)
 
 
 def _row(job: loading.Job, answers: Answers, base: Answers) -> Row:
@@ -276,7 +273,7 @@ def _prompt(job: loading.Job, number: int) -> str:
     row = job.tokenized.rows[job.tokenized.row_numbers[job.questions.rows[number]]]
     several = isinstance(row, Chat) and sum(message.role == "user" for message in row.messages) > 1
     if row is None or row.question is None or several:
-        return job.prompter.text(job.questions.prompts[number])
+        return job.crowd.prompter.text(job.questions.prompts[number])
     return row.question
 
 
@@ -363,7 +360,7 @@ def _text_figures(job: loading.Job, scores: Scores, base: Scores) -> dict[str, A
     """Perplexity per token, and bits per byte, which do not depend on the tokenizer."""
     tokens, nats = int(scores.tokens.sum()), torch.cat([base.nll[:1], scores.nll]).double().sum(1)
     targets = (job.tokenized[number] for number in range(len(job.tokenized)))
-    size = sum(len(job.prompter.text(row.input_ids[row.supervised].tolist()).encode()) for row in targets)
+    size = sum(len(job.crowd.prompter.text(row.input_ids[row.supervised].tolist()).encode()) for row in targets)
 
     def figure(values: torch.Tensor) -> Figure:
         of_base, *agents, crowd = values.tolist()

@@ -25,9 +25,7 @@ from ci_llm.core.quantities import count
 from ci_llm.core.run_folder import EVALUATION
 from ci_llm.core.run_status import readable_status
 from ci_llm.crowd.crowd import Crowd, load_state
-from ci_llm.crowd.figures import best_agent, fields_of, parts_of_rows
-from ci_llm.crowd.questions import AnswerScores, Solved
-from ci_llm.crowd.scoring import Scores
+from ci_llm.crowd.scoring import AnswerScores, Scores, Solved, best_agent, fields_of, parts_of_rows
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint, RewardFailed

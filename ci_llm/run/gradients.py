@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ci_llm.core.determinism import seed_everything
 from ci_llm.core.memory import unless_out_of_memory
-from ci_llm.crowd.objective import Preferences, StepFacts, StepLoss, TrainedObjective
+from ci_llm.crowd.objective import Preferences, StepLoss, TrainedObjective
 from ci_llm.data.agent_rows import Course, once_each
 from ci_llm.data.batches import Batch, MicroBatch, Owned, pack
 from ci_llm.data.dealing import Plan
@@ -90,11 +90,12 @@ def objective_of_step(
     """
     if not isinstance(objective, Preferences):
         return objective, None
-    facts, needs, courses = StepFacts(), objective.objective.needs, trainer.courses
+    needs, courses = objective.objective.needs, trainer.courses
     if needs.nll != "none":
-        facts = StepFacts(tuple(once_each(courses.each, lambda course: _nll_share(course, step))))
+        shares = once_each(courses.each, lambda course: _nll_share(course, step))
+        objective = replace(objective, nll_shares=tuple(shares))
     if not needs.mismatched:
-        return replace(objective, facts=facts), None
+        return objective, None
     found, complaint = unless_out_of_memory(partial(_differences, trainer, step, micro_batches))
     agents = trainer.crowd.num_agents
     sums = [0.0] * agents if found is None else found
@@ -103,7 +104,7 @@ def objective_of_step(
         return None, complaint
     counts = torch.tensor([course.plan.num_rows_of(step) for course in courses.each])
     kl = (torch.tensor(verdict.sums, dtype=torch.float64) / counts).clamp(min=0)
-    return replace(objective, facts=replace(facts, kl=kl.to(trainer.crowd.device)[:, None])), None
+    return replace(objective, kl=kl.to(trainer.crowd.device)[:, None]), None
 
 
 @torch.no_grad()

@@ -26,10 +26,10 @@ from ci_llm.base.targets import absent_targets
 from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
 from ci_llm.core.run_folder import OF_A_RUN, SWEEP
-from ci_llm.crowd.completions import Drawer
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
 from ci_llm.crowd.objective import TrainedObjective
+from ci_llm.crowd.rewarding import Drawer
 from ci_llm.data.agent_rows import Courses, EvaluationRows
 from ci_llm.data.prompts import Prompter, tokenizer_files
 from ci_llm.data.sources import row_kind

@@ -23,10 +23,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ci_llm.crowd.asking import ends_of_answers, prompter_of, require_writers
+from ci_llm.crowd.asking import ends_of_answers, require_writers
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoder import decodes
 from ci_llm.crowd.next_token import num_positions
+from ci_llm.crowd.uncertainty import uncalibrated
 from ci_llm.errors import BadInput, ModelError
 from ci_llm.serve import LOCAL, Options
 from ci_llm.serve.answers import Answer
@@ -44,7 +45,6 @@ from ci_llm.serve.request import (
     ids_of,
     parsed,
     prompts_of,
-    uncalibrated,
     unknown_model,
 )
 
@@ -313,7 +313,7 @@ def of_run(crowd: Crowd, options: Options) -> Service:
             where=f"model_name: {crowd.base_name}",
             hint="ci-llm generate and ci-llm chat take it; or serve an exported agent by another server",
         )
-    prompter, limit = prompter_of(crowd), min(num_positions(crowd.model), _CONTEXT)
+    prompter, limit = crowd.prompter, min(num_positions(crowd.model), _CONTEXT)
     if options.minimum_confidence is not None and (reason := uncalibrated(crowd.calibration, "probability")):
         hint = "ci-llm evaluate RUN --split validation --calibrate"
         raise BadInput(reason, where="--minimum-confidence", hint=hint)

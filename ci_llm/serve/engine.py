@@ -21,14 +21,13 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ci_llm.crowd import asking, generation
+from ci_llm.crowd import generation
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.decoder import Decoder
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import Request, generate_key
 from ci_llm.crowd.uncertainty import Logistic, TokenUncertainty, calibrated, of_text, signals
 from ci_llm.data.batches import pack
-from ci_llm.data.prompts import Prompter
 from ci_llm.serve.metrics import Metrics
 from ci_llm.serve.request import ApiProblem, Call
 
@@ -137,17 +136,17 @@ class TextJob(Job):
     lines: list[TokenLine] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     stopped: bool = False
-    text: asking.TextSoFar = field(init=False)
+    text: generation.TextSoFar = field(init=False)
     request: Request = field(init=False)
 
     def asked(self, crowd: CrowdModel) -> list[Request]:
         call = self.call
         if call.body.echo:
             lines = [] if call.body.top is None else prompt_lines(crowd, call, self.prompt)
-            self.tell(Piece(str(_prompter(crowd).tokenizer.decode(list(self.prompt))), lines))
+            self.tell(Piece(str(crowd.prompter.tokenizer.decode(list(self.prompt))), lines))
         if call.only_echo:
             return []
-        self.text = asking.TextSoFar(_prompter(crowd).tokenizer, call.body.stop, self.pieces.append)
+        self.text = generation.TextSoFar(crowd.prompter.tokenizer, call.body.stop, self.pieces.append)
         self.request = Request(
             self.prompt,
             call.decoding,
@@ -200,7 +199,7 @@ class AgentsJob(Job):
     """
 
     texts: list[Request] = field(default_factory=list)
-    stops: dict[Request, asking.TextSoFar] = field(default_factory=dict)
+    stops: dict[Request, generation.TextSoFar] = field(default_factory=dict)
 
     def asked(self, crowd: CrowdModel) -> list[Request]:
         call, wanted = self.call, generation.Wanted(self.call.decoding, include_agents=True)
@@ -209,7 +208,7 @@ class AgentsJob(Job):
         for request in self.texts:
             request.tag = self
         if call.body.stop:
-            self.stops = {each: asking.TextSoFar(_prompter(crowd).tokenizer, call.body.stop) for each in self.texts}
+            self.stops = {each: generation.TextSoFar(crowd.prompter.tokenizer, call.body.stop) for each in self.texts}
         return self.texts
 
     def take(self, request: Request) -> bool:
@@ -218,11 +217,11 @@ class AgentsJob(Job):
 
     def close(self, crowd: CrowdModel) -> Ended:
         call, texts = self.call, [request.tokens for request in self.texts]
-        answers = self._worded(texts, crowd)
+        answers = [generation.text_of(crowd, ids, call.decoding) for ids in texts]
         if not call.votes:
             return Ended("stop", sum(map(len, texts)), answers=answers)
         how, names = call.decoding, crowd.names
-        winner, sure = generation.elect(crowd, self.prompt, texts, how.aggregator, self._reading(crowd))
+        winner, sure = generation.elect(crowd, self.prompt, texts, how)
         logs = [math.log(max(one.probability, _LEAST)) for one in sure]
         said = about(math.exp(sum(logs)), len(names), right_by(crowd, call), call.own.minimum_confidence, sure)
         at = next(n for n, text in enumerate(texts) if text is winner)
@@ -231,12 +230,6 @@ class AgentsJob(Job):
             self.tell(Piece(answers[at], lines))
         reason = "length" if self.texts[at].finish in ("length", "error") else "stop"
         return Ended(reason, len(sure), said, answers if call.own.include_agents else None)
-
-    def _reading(self, crowd: CrowdModel) -> generation.Reading:
-        return lambda texts: generation.final_answers(self._worded(texts, crowd))
-
-    def _worded(self, texts: Sequence[Sequence[int]], crowd: CrowdModel) -> list[str]:
-        return [asking.cut(_prompter(crowd).text(list(ids)), self.call.body.stop) for ids in texts]
 
 
 def jobs_of(call: Call) -> list[list[Job]]:
@@ -266,11 +259,6 @@ def prompt_lines(crowd: CrowdModel, call: Call, prompt: Sequence[int]) -> list[T
             for token, own, ids, values in rows:
                 lines.append(TokenLine(token, own, list(zip(ids, values, strict=True))))
     return lines
-
-
-def _prompter(crowd: CrowdModel) -> Prompter:
-    assert crowd.prompter is not None, "a crowd that is served has one"
-    return crowd.prompter
 
 
 def right_by(crowd: CrowdModel, call: Call) -> Logistic | None:

@@ -21,8 +21,7 @@ import aiohttp
 import numpy as np
 
 from ci_llm.crowd.aggregators import find_vote
-from ci_llm.crowd.asking import cut
-from ci_llm.crowd.generation import final_answers
+from ci_llm.crowd.generation import cut, final_answers
 from ci_llm.crowd.pretrained import open_wording
 from ci_llm.errors import BadInput, CiLlmError
 from ci_llm.serve import Options

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse
 
 from ci_llm.crowd.aggregators import AGGREGATORS, find_vote
 from ci_llm.crowd.next_token import Decoding
-from ci_llm.crowd.uncertainty import Calibration
+from ci_llm.crowd.uncertainty import Calibration, uncalibrated
 from ci_llm.data.prompts import Prompter
 from ci_llm.errors import CiLlmError
 from ci_llm.lora.reading import NOBODY
@@ -485,6 +485,7 @@ def call_of(body: AnyBody, prompts: Sequence[Sequence[int]], served: Served) -> 
         top_k=body.top_k if body.top_k > 0 else None,
         min_p=body.min_p,
         seed=torch.Generator().seed() if body.seed is None else body.seed,
+        stop_strings=tuple(body.stop),
     )
     kind = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
     return Call(body, who, prompts, decoding, own, f"{kind}-{uuid.uuid4().hex}")
@@ -526,12 +527,3 @@ def _own(body: AnyBody, served: Served) -> Own:
     if own.minimum_confidence is not None and reason:
         raise bad("ci_llm.aggregator", f"{reason}, as the server's own minimum_confidence needs it", "no_calibration")
     return own
-
-
-def uncalibrated(calibration: Calibration | None, aggregator: str) -> str | None:
-    """The reason why there is no calibrated probability for this aggregator; None if there is one."""
-    if calibration is None:
-        return "this crowd has no calibration: ci-llm evaluate RUN --calibrate makes one"
-    if calibration.aggregator != aggregator:
-        return f"the calibration is about the aggregator {calibration.aggregator}"
-    return None

@@ -19,7 +19,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.launch import Launch, exit_code_after_stop
 from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
-from ci_llm.config.sweep import Choices, Range, Space, SweepReading
+from ci_llm.config.sweep import Choices, Space, SweepReading
 from ci_llm.core.durable import new_folder, remove_tree, write_new
 from ci_llm.core.evaluation_file import read_evaluation
 from ci_llm.core.quantities import count, size
@@ -80,16 +80,11 @@ def _that_fit(config: Config, spaces: Mapping[str, Space], loaded: Loaded, proce
 
 def _largest(spaces: Mapping[str, Space]) -> Iterator[tuple[str, Any]]:
     """The keys that decide an adapter's size, each with the value that makes the largest adapter."""
-    match spaces.get("lora_rank"):
-        case Choices(values):
-            yield "lora_rank", max(values)
-        case Range(high=high):
-            yield "lora_rank", int(high)
-    match spaces.get("lora_dropout"):
-        case Choices(values) if any(values):
-            yield "lora_dropout", max(values)
-        case Range(high=high):
-            yield "lora_dropout", high
+    for key, kind in (("lora_rank", int), ("lora_dropout", float)):
+        space = spaces.get(key)
+        largest = max(space.values) if isinstance(space, Choices) else space.high if space else 0
+        if largest:
+            yield key, kind(largest)
 
 
 def as_one_run(reading: SweepReading, plan: HalvingPlan) -> Config:

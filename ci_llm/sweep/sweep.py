@@ -28,8 +28,7 @@ from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.evaluation_file import Evaluation
 from ci_llm.core.run_folder import BEGINNING, SEGMENTS, SWEEP, Recovery, read_known, read_recovery, write_recovery
 from ci_llm.errors import AllTrialsFailed, BadInput, CheckpointError
-from ci_llm.sweep.samplers import new_settings
-from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial
+from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial, new_settings
 
 FORMAT_VERSION: Final = 1
 
@@ -212,7 +211,8 @@ class Sweep:
     """
 
     def __init__(self, config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None, **keys: Any) -> None:
-        self._open(read_sweep_call(config, keys, accelerate_settings(os.environ)), lambda work: work(), None)
+        reading = read_sweep_call(config, keys, accelerate_settings(os.environ))
+        self._open(reading, lambda work: work(), lambda: _default_plan(reading))
 
     @classmethod
     def of(
@@ -229,10 +229,7 @@ class Sweep:
         return sweep
 
     def _open(
-        self,
-        reading: SweepReading,
-        on_main: Callable[[Callable[[], Any]], Any],
-        plan: Callable[[], tuple[int, int]] | None,
+        self, reading: SweepReading, on_main: Callable[[Callable[[], Any]], Any], plan: Callable[[], tuple[int, int]]
     ) -> None:
         self._reading, self._on_main = reading, on_main
         #: Where sweep.json is begun; a command gives the folder of its lease, which it may lose.
@@ -240,7 +237,7 @@ class Sweep:
         self.folder = reading.config.run_folder
         record: Record | None = on_main(lambda: known_record(reading))
         if record is None:
-            decided = plan_of(reading, *(plan or _default_plan(reading))())
+            decided = plan_of(reading, *plan())
             record = Record(plain_spaces(reading.spaces), reading.keys, reading.config, Standings(decided))
         elif isinstance(wanted := reading.keys.agents_per_pass, int):
             standings = record.standings
@@ -419,14 +416,14 @@ def known_record(reading: SweepReading) -> Record | None:
     return record
 
 
-def _default_plan(reading: SweepReading) -> Callable[[], tuple[int, int]]:
+def _default_plan(reading: SweepReading) -> tuple[int, int]:
     """Steps and trials per pass, by the keys alone."""
     steps, per_pass = reading.config.max_train_steps, reading.keys.agents_per_pass
     if steps is None:
         raise BadInput(
             "the length of a trial is not known", where="Sweep(...)", hint="give max_train_steps; epochs need the rows"
         )
-    return lambda: (steps, per_pass if isinstance(per_pass, int) else reading.keys.trials or 1)
+    return steps, per_pass if isinstance(per_pass, int) else reading.keys.trials or 1
 
 
 def _shape(trial: Trial) -> str:

@@ -34,7 +34,7 @@ HELD = """
 import sys, time
 from pathlib import Path
 from ci_llm.cli.main import main
-from ci_llm.crowd.asking import TextSoFar
+from ci_llm.crowd.generation import TextSoFar
 update, held = TextSoFar.update, Path(sys.argv[2]).parent / "held"
 def stand_after_the_first_piece(self, ids):
     while self._emitted and held.exists():

@@ -10,7 +10,7 @@ import torch
 
 from ci_llm import Crowd
 from ci_llm.crowd.aggregators import AGGREGATORS, aggregate, find_vote, is_mean
-from ci_llm.crowd.asking import Answer, prompter_of
+from ci_llm.crowd.asking import Answer
 from ci_llm.crowd.generation import read_texts
 from ci_llm.crowd.metrics import final_answer
 from ci_llm.crowd.next_token import Decoding
@@ -81,7 +81,7 @@ def log_probability(crowd: Crowd, prompt: list[int], text: list[int]) -> float:
 
 @pytest.mark.slow
 def test_the_crowd_reads_given_texts_as_full_passes_do(crowd: Crowd) -> None:
-    prompter = prompter_of(crowd)
+    prompter = crowd.prompter
     prompt = prompter.ids(QUESTIONS[0])
     texts = [prompter.tokenizer(text)["input_ids"] for text in ("3+4=7", "#### 12", "3+4=7")]
     read = read_texts(crowd, prompt, texts, "probability")
@@ -99,7 +99,7 @@ def test_the_crowd_reads_given_texts_as_full_passes_do(crowd: Crowd) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["majority", "rerank", "weighted_vote"])
 def test_a_vote_elects_one_of_the_agents_own_texts(crowd: Crowd, name: str) -> None:
-    prompter, vote = prompter_of(crowd), find_vote(name)
+    prompter, vote = crowd.prompter, find_vote(name)
     assert vote is not None
     found: list[Answer] = crowd.generate(QUESTIONS, aggregator=name, details=True, **SHORT)
     plain = crowd.generate_ids([prompter.ids(q) for q in QUESTIONS], Decoding(24, prompter.ends), include_agents=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -15,8 +15,8 @@ from ci_llm.crowd.aggregators import majority
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.metrics import AnswerStyle, final_answer
 from ci_llm.crowd.next_token import Decoding
-from ci_llm.crowd.questions import AnswerScores, Questions, answer_questions
-from ci_llm.crowd.scoring import paired_gain
+from ci_llm.crowd.questions import Questions, score_answers
+from ci_llm.crowd.scoring import AnswerScores, paired_gain
 from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Chat, Completion, Message
@@ -25,17 +25,6 @@ from tests.support.crowds import K, disturbed_crowd
 from tools.pretraining_text import KNOWN_VERBS
 
 HOW: Any = {"max_new_tokens": 40, "aggregator": "probability"}
-
-
-def score_answers(
-    crowd: Crowd,
-    prompter: Prompter,
-    questions: Questions,
-    batches: Sequence[Sequence[int]],
-    stop: Callable[[], bool] = lambda: False,
-) -> AnswerScores | None:
-    answers = answer_questions(crowd, prompter, questions, batches, **HOW, stop=stop)
-    return AnswerScores.of(answers, prompter, questions, crowd.num_agents + 2, stop)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +120,6 @@ def crowd() -> Crowd:
 
 @pytest.fixture(scope="module")
 def prompter(crowd: Crowd) -> Prompter:
-    assert crowd.prompter is not None
     return crowd.prompter
 
 
@@ -146,13 +134,13 @@ def examples(prompter: Prompter, count: int) -> Iterator[Example]:
 @pytest.mark.slow
 def test_every_generated_answer_is_scored(crowd: Crowd, prompter: Prompter) -> None:
     rows = list(examples(prompter, 12))
-    test = Questions.of(rows, prompter, crowd, 99, max_seq_length=256)
+    test = Questions.of(rows, crowd, 99, max_seq_length=256)
     assert len(test) == 12
     assert test.ends == prompter.ends
     assert test.prompts[3] == rows[3].input_ids[: int(np.flatnonzero(rows[3].supervised)[0])].tolist()
     decoding = Decoding(max_new_tokens=40, ends=prompter.ends)
     batches = [[0, 1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11]]
-    scores = score_answers(crowd, prompter, test, batches)
+    scores = score_answers(crowd, test, batches, **HOW)
     assert scores is not None
     assert scores.right.shape == (K + 2, 12)
     for number, prompt in enumerate(test.prompts):
@@ -162,21 +150,21 @@ def test_every_generated_answer_is_scored(crowd: Crowd, prompter: Prompter) -> N
         lines = [*agents, together, majority(agents, together)]
         assert scores.right[:, number].tolist() == [line == test.answers[number] for line in lines]
     assert 0 < scores.right[:K].double().mean() < 1, "all right or all wrong shows nothing"
-    halves = [score_answers(crowd, prompter, test, [half]) for half in (range(6), range(6, 12))]
+    halves = [score_answers(crowd, test, [half], **HOW) for half in (range(6), range(6, 12))]
     joined = AnswerScores.joined(half for half in halves if half is not None)
     assert torch.equal(joined.right, scores.right)
 
 
 @pytest.mark.slow
 def test_scoring_can_be_interrupted(crowd: Crowd, prompter: Prompter) -> None:
-    test = Questions.of(list(examples(prompter, 2)), prompter, crowd, 2, max_seq_length=256)
+    test = Questions.of(list(examples(prompter, 2)), crowd, 2, max_seq_length=256)
     requests = iter([False, False, True, True])
-    assert score_answers(crowd, prompter, test, [[0, 1]], stop=lambda: next(requests)) is None
+    assert score_answers(crowd, test, [[0, 1]], **HOW, stop=lambda: next(requests)) is None
 
 
 def test_a_process_without_questions_takes_part(crowd: Crowd, prompter: Prompter) -> None:
-    test = Questions.of(list(examples(prompter, 2)), prompter, crowd, 2, max_seq_length=256)
-    scores = score_answers(crowd, prompter, test, [])
+    test = Questions.of(list(examples(prompter, 2)), crowd, 2, max_seq_length=256)
+    scores = score_answers(crowd, test, [], **HOW)
     assert scores is not None
     assert scores.right.shape == (K + 2, 0)
 
@@ -188,10 +176,10 @@ def test_only_rows_with_a_question_and_a_complete_answer_are_used(crowd: Crowd, 
     talk = Chat(tuple(Message(role, text) for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)))
     plain = encoder.encode(Completion(None, "Ann has 5 pens."))
     rows = [cut, plain, other, encoder.encode(talk)]
-    test = Questions.of(rows, prompter, crowd, 9, max_seq_length=len(cut.input_ids))
+    test = Questions.of(rows, crowd, 9, max_seq_length=len(cut.input_ids))
     expected = [row for row in (other, encoder.encode(talk)) if len(row.input_ids) < len(cut.input_ids)]
     assert len(test) == len(expected) >= 1
     assert (test.left_out, test.too_long) == (4 - len(expected), 3 - len(expected)), "a text asks nothing"
     assert test.answers[-1] == "d"
     assert prompter.text(test.prompts[-1]) == "a\nbc\n"
-    assert len(Questions.of([plain], prompter, crowd, 9, max_seq_length=256)) == 0
+    assert len(Questions.of([plain], crowd, 9, max_seq_length=256)) == 0

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from ci_llm import Crowd
 from ci_llm.crowd import next_token
-from ci_llm.crowd.asking import Answer, answers, options_of, prompter_of
+from ci_llm.crowd.asking import Answer, answers, options_of
 from ci_llm.crowd.next_token import Decoding
 from ci_llm.crowd.questions import Questions
 from ci_llm.data.encoder import Encoder
@@ -41,7 +41,7 @@ def detailed(crowd: Crowd) -> list[Answer]:
 def test_details_change_no_answer_and_hold_the_answer_of_each_agent(crowd: Crowd, detailed: list[Answer]) -> None:
     assert [answer.prompt for answer in detailed] == QUESTIONS
     assert [answer.answer for answer in detailed] == crowd.generate(QUESTIONS, **SHORT)
-    prompter = prompter_of(crowd)
+    prompter = crowd.prompter
     decoding = Decoding(24, prompter.ends)
     own = crowd.generate_ids([prompter.ids(q) for q in QUESTIONS], decoding, include_agents=True)
     for found, answer in zip(own, detailed, strict=True):
@@ -66,7 +66,7 @@ def test_the_numbers_equal_k_plain_peft_passes(crowd: Crowd, tmp_path: Path, cho
     agents = [peft.PeftModel.from_pretrained(plain, folder / "agent0", adapter_name="agent0").eval()]
     for k in range(1, K):
         agents[0].load_adapter(folder / f"agent{k}", adapter_name=f"agent{k}")
-    prompter = prompter_of(crowd)
+    prompter = crowd.prompter
     prompts = [prompter.ids(question) for question in QUESTIONS]
     decoding = Decoding(ends=prompter.ends, **SHORT, **choices)
     generated = crowd.generate_ids(prompts, decoding, uncertainty=True)
@@ -142,12 +142,12 @@ def test_a_value_that_is_not_a_prompt_is_refused(crowd: Crowd, prompts: Any) -> 
 def test_an_answer_ends_where_transformers_ends_it(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends at each token of the base's list, and at a stop string that is a special token hidden in the text."""
     pad = crowd.pad_id
-    settings, prompter = crowd.model.generation_config, prompter_of(crowd)
+    settings, prompter = crowd.model.generation_config, crowd.prompter
     row = Encoder(prompter.tokenizer).encode(Completion("2+3=", "5"))
 
     def tokens_and_ends(**choices: Any) -> tuple[int, bool, bool]:
         [answer] = crowd.generate(QUESTIONS[0], max_new_tokens=4, details=True, **choices)
-        ends = Questions.of([row], prompter, crowd, 1, 64).ends
+        ends = Questions.of([row], crowd, 1, 64).ends
         return len(answer.tokens), answer.complete, pad in ends
 
     crowd.generate(QUESTIONS[0], max_new_tokens=1)  # after it the crowd knows who writes its texts

@@ -15,8 +15,7 @@ from ci_llm import Crowd
 from ci_llm.crowd import aggregators
 from ci_llm.crowd import decoder as decoder_module
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.decoder import Decoder
-from ci_llm.crowd.kv_cache import Columns, Piece, Pieces, column_attention
+from ci_llm.crowd.decoder import Columns, Decoder, Piece, Pieces, column_attention
 from ci_llm.crowd.next_token import CROWD, Decoding, Request, choose
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import ModelError

@@ -64,7 +64,7 @@ def test_the_student_comes_nearer_to_the_crowd_and_the_control_to_its_texts(
     saved: Pretrained, learned: tuple[Adapter, Adapter, list[Any]]
 ) -> None:
     student, control, [whole] = learned
-    adapters = [Adapter(config, tensors) for config, tensors in zip(saved.configs, saved.agents, strict=True)]
+    adapters = saved.agents
     assert student.rank == control.rank == adapters[0].rank
     agents = [opened(adapter) for adapter in adapters]
 

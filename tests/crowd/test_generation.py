@@ -16,7 +16,7 @@ from ci_llm import Crowd
 from ci_llm.base.load import load_base
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cli import main
-from ci_llm.crowd import kv_cache
+from ci_llm.crowd import decoder as decoder_module
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.decoder import decodes
 from ci_llm.crowd.generation import Wanted, generate_each
@@ -300,7 +300,11 @@ def test_the_decoder_and_transformers_write_the_same(choices: dict[str, Any]) ->
     crowd = crowd_of(base("llama")).eval()
     with torch.no_grad():
         crowd.storage.weights.mul_(4)
-    how = Wanted(Decoding(max_new_tokens=9, **choices), include_agents=True)
+    how = Wanted(
+        Decoding(max_new_tokens=9, **choices),
+        include_agents=True,
+        answers_of=lambda texts: [str(list(ids)) for ids in texts],  # the crowd has no tokenizer
+    )
     found = {}
     for by_decoder, at_a_time in ((False, 3), (True, 3), (True, 2), (True, 1)):
         crowd.decodes = by_decoder
@@ -322,8 +326,8 @@ def test_the_decoder_serves_only_bases_that_it_reproduces(llama: Crowd, monkeypa
     assert not decodes(llama)
     monkeypatch.undo()
     monkeypatch.setattr(llama, "decodes", None)
-    real = kv_cache.Columns.extended
-    monkeypatch.setattr(kv_cache.Columns, "extended", lambda self, layer, *rest: real(self, 0 * layer, *rest))
+    real = decoder_module.Columns.extended
+    monkeypatch.setattr(decoder_module.Columns, "extended", lambda self, layer, *rest: real(self, 0 * layer, *rest))
     assert not decodes(llama), "its layers share one cache"
 
 

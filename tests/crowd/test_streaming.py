@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from ci_llm.crowd.asking import TextSoFar, cut, held_back
+from ci_llm.crowd.generation import TextSoFar, cut, held_back
 from ci_llm.data.prompts import Prompter
 from tests.data.test_encoder import byte_tokenizer
 

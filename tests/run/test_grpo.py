@@ -25,10 +25,9 @@ from ci_llm.base.load import load_base
 from ci_llm.config import Config
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
-from ci_llm.crowd.completions import Asked, Drawer
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import GrpoObjective
-from ci_llm.crowd.rewarding import Asking, RewardScorer, rewards_of_group
+from ci_llm.crowd.rewarding import Asked, Asking, Drawer, RewardScorer, rewards_of_group
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
@@ -36,8 +35,7 @@ from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import ConfigError, DataError, RewardFailed
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import objective_of
-from ci_llm.objectives.grpo import advantages, spread, total_rewards
-from ci_llm.objectives.grpo.metrics import Watch, metrics_of
+from ci_llm.objectives.grpo import Watch, advantages, metrics_of, spread, total_rewards
 from ci_llm.objectives.grpo.rewards import Reward, judged, require_answers, rewards_of
 from ci_llm.run.step.rollout import Group, Rollout, Rollouts
 from tests.crowd.test_preferences import gradients_of, load

@@ -20,12 +20,11 @@ from ci_llm.core.quantities import count
 from ci_llm.core.work import working
 from ci_llm.crowd import questions
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.figures import base_scores
 from ci_llm.crowd.judging import Ranking, rank
 from ci_llm.crowd.objective import GrpoObjective, Preferences, TrainedObjective
-from ci_llm.crowd.questions import AnswerScores, Questions, answer_questions, asked_of
+from ci_llm.crowd.questions import Questions, asked_of, score_answers
 from ci_llm.crowd.rewarding import RewardScorer
-from ci_llm.crowd.scoring import Scores, score
+from ci_llm.crowd.scoring import AnswerScores, Scores, base_scores, own_rows, score
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.dealing import share
@@ -177,7 +176,7 @@ class Evaluator:
         sets = _on_each(self.rows.sets, lambda rows: self._scores_on(rows, step, micro_batch_size))
         if sets is None:
             return None
-        scores = sets[0] if self.rows.are_common else Scores.of_sets(sets, self.rows.of_agent)
+        scores = replace(Scores.joined(sets), own=own_rows(sets, self.rows.of_agent))
         objective = self.objective
         if isinstance(objective, Preferences) and self._judged and not self._crowd.settings.outputs:
             parts = _on_each(self._judged, lambda rows: self._ranking_on(objective, rows, step, micro_batch_size))
@@ -256,17 +255,13 @@ class Evaluator:
     @cached_property
     def judged_by(self) -> JudgedBy:
         """The measure that judges the rows: that of all sets if they have the same one, else the NLL."""
-        assert self._crowd.prompter is not None
-        heads = self._crowd.settings.outputs
-        found = {questions.judged_by(rows, self._crowd.prompter, heads=heads) for rows in self.rows.sets}
+        found = {questions.judged_by(rows, self._crowd) for rows in self.rows.sets}
         return found.pop() if len(found) == 1 else "nll"
 
     @cached_property
     def _asked(self) -> list[Questions]:
-        prompter, count = self._crowd.prompter, self._config.generation_eval_samples
-        assert prompter is not None
-        limit = self._config.max_seq_length
-        return [Questions.of(rows, prompter, self._crowd, count, rows.whole_below(limit)) for rows in self.rows.sets]
+        count, limit = self._config.generation_eval_samples, self._config.max_seq_length
+        return [Questions.of(rows, self._crowd, count, rows.whole_below(limit)) for rows in self.rows.sets]
 
     @cached_property
     def _limit(self) -> int:
@@ -277,8 +272,9 @@ class Evaluator:
         sets = _on_each(self._asked, lambda asked: self._score_answers(asked, step, micro_batch_size, self._limit))
         if sets is None:
             return None
-        scores = sets[0] if self.rows.are_common else AnswerScores.of_sets(sets, self.rows.of_agent)
-        return replace(scores, asked=asked_of(self._asked, self._limit))
+        return replace(
+            AnswerScores.joined(sets), own=own_rows(sets, self.rows.of_agent), asked=asked_of(self._asked, self._limit)
+        )
 
     def _tell_too_long(self, of_sets: Sequence[Questions]) -> None:
         """Log how many rows ask something but are cut; warn if that leaves no row to ask."""
@@ -292,13 +288,9 @@ class Evaluator:
             )
 
     def _score_answers(self, asked: Questions, step: int, batch_size: int, max_new_tokens: int) -> AnswerScores | None:
-        prompter = self._crowd.prompter
-        assert prompter is not None
-
         def work(rounds: Rounds) -> AnswerScores | None:
             crowd, stop, aggregator = self._crowd, rounds.stop_requested_here, self._config.aggregator
-            answers = answer_questions(crowd, prompter, asked, rounds.batches, max_new_tokens, aggregator, stop=stop)
-            return AnswerScores.of(answers, prompter, asked, crowd.num_agents + 2, stop)
+            return score_answers(crowd, asked, rounds.batches, max_new_tokens, aggregator, stop)
 
         return self._on_all_processes("generate", step, len(asked), batch_size, work, AnswerScores.joined)
 

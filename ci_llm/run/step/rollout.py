@@ -26,18 +26,16 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.determinism import seed_everything
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_folder import COMPLETIONS
-from ci_llm.crowd.completions import Asked, Drawer
 from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.objective import GrpoObjective
-from ci_llm.crowd.rewarding import Asking, rewards_of_group
+from ci_llm.crowd.rewarding import Asked, Asking, Drawer, rewards_of_group
 from ci_llm.data.agent_rows import Course, Courses
 from ci_llm.data.batches import Batch, MicroBatch, Owned, pack
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.units import unit_of
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import RewardFailed
-from ci_llm.objectives.grpo import advantages, spread, total_rewards
-from ci_llm.objectives.grpo.metrics import SumAndCount, Watch, metrics_of
+from ci_llm.objectives.grpo import SumAndCount, Watch, advantages, metrics_of, spread, total_rewards
 from ci_llm.objectives.grpo.rewards import failed_elsewhere
 from ci_llm.run.step.step_metrics import StepMetrics
 
@@ -154,7 +152,6 @@ class Rollout:
 
     @property
     def _prompter(self) -> Prompter:
-        assert self.objective.crowd.prompter is not None
         return self.objective.crowd.prompter
 
 
@@ -254,7 +251,6 @@ class Rollouts:
 
     def _judged(self, objective: GrpoObjective, step: int, one: Asked, course: Course, drawn: Sequence[Any]) -> Group:
         prompter, grpo = objective.crowd.prompter, objective.grpo
-        assert prompter is not None
         failed = any(request.error is not None for request in drawn)
         end = min(drawn[0].decoding.ends, default=0)
         tokens = [request.tokens or [end] for request in drawn]
