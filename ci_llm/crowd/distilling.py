@@ -37,7 +37,7 @@ from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompter, last_answer, prompts_of_file
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize
-from ci_llm.embedded.stories import SPLITS, rows, task_rows
+from ci_llm.embedded import SPLITS, rows, task_rows
 from ci_llm.errors import BadInput
 from ci_llm.lora.settings import LoraSettings
 

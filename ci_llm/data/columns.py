@@ -32,8 +32,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ci_llm.config.parsing import nearest
 from ci_llm.data.cells import ROLES, messages_of, numbers_of, text_of, tools_of
-from ci_llm.data.raw_rows import RawRow
-from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Form, Labelled, Message, Pair, Prompted, Rated, Row, Tokens
+from ci_llm.data.rows import (
+    NOT_LEARNED,
+    Chat,
+    Completion,
+    Form,
+    Labelled,
+    Message,
+    Pair,
+    Prompted,
+    Rated,
+    RawRow,
+    Row,
+    Tokens,
+)
 from ci_llm.errors import DataError
 
 if TYPE_CHECKING:

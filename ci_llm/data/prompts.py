@@ -21,8 +21,7 @@ import numpy as np
 
 from ci_llm.data.cells import is_unicode, messages_of, tools_of
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE, Encoder, Example, chat_template
-from ci_llm.data.raw_rows import RawRow, kept
-from ci_llm.data.rows import Chat, Completion, Message, Prompted, PromptForm, Rows
+from ci_llm.data.rows import Chat, Completion, Message, Prompted, PromptForm, RawRow, Rows, kept
 from ci_llm.data.turns import CALL, RefusedRowError
 from ci_llm.data.units import branches_of
 from ci_llm.errors import DataError

@@ -19,8 +19,7 @@ from ci_llm.core.quantities import count
 from ci_llm.core.remote import may_be_on_hub
 from ci_llm.data.columns import form_of_columns, shown
 from ci_llm.data.order import permute
-from ci_llm.data.raw_rows import EVAL_SPLITS, ListedRows, empty
-from ci_llm.data.rows import Row, Rows
+from ci_llm.data.rows import EVAL_SPLITS, ListedRows, Row, Rows, empty
 from ci_llm.errors import DataError
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ from ci_llm.crowd.rewarding import RewardScorer
 from ci_llm.crowd.scoring import Scores, score
 from ci_llm.crowd.uncertainty import Calibration, fit, of_text, signals
 from ci_llm.data.batches import in_order, pack
-from ci_llm.data.dealing import share
+from ci_llm.data.order import share
 from ci_llm.data.rows import Chat
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.precision import autocast_dtype

@@ -23,8 +23,7 @@ from ci_llm.config import Config
 from ci_llm.data import sources
 from ci_llm.data.columns import find_form
 from ci_llm.data.prompts import texts_of_rows
-from ci_llm.data.raw_rows import ListedRows
-from ci_llm.data.rows import Chat, Completion, Message, Pair
+from ci_llm.data.rows import Chat, Completion, ListedRows, Message, Pair
 from ci_llm.data.sources import EVAL_SPLITS, load_rows, recognised
 from ci_llm.errors import DataError
 from tests.data.test_encoder import talk as chat

@@ -16,7 +16,7 @@ from ci_llm.config.own_keys import NAME, OWN_KEYS
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import GrpoObjective, NextToken, Preferences, TrainedObjective
 from ci_llm.data.agent_rows import Course
-from ci_llm.data.dealing import Plan
+from ci_llm.data.order import Plan
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.lora.settings import FIELD_OF_KEY, AgentLora, LoraSettings
 from ci_llm.objectives.grpo import Grpo

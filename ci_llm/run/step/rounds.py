@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ci_llm.data.dealing import share
+from ci_llm.data.order import share
 from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
