@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import xxhash
 
@@ -28,15 +28,6 @@ DECODER: Final = json.JSONDecoder(parse_constant=lambda name: None if name == "N
 #: Names of splits to evaluate on, the first that exists is taken: whatever a run chooses by them, it leaves the test
 #: rows for a last evaluation.
 EVAL_SPLITS: Final = ("validation", "valid", "val", "dev", "eval", "test")
-
-
-class RawRows(Protocol):
-    """A data set: rows of named values, in an order that does not change."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, number: int, /) -> Any: ...
-    def __iter__(self) -> Iterator[Any]: ...
-    def select(self, numbers: Sequence[int], /) -> RawRows: ...
 
 
 @dataclass(frozen=True)
@@ -103,7 +94,7 @@ class JsonRows:
         return {name: row.get(name) for name in self.column_names}
 
 
-def kept(rows: RawRows, row: RawRow) -> RawRow:
+def kept(rows: Any, row: RawRow) -> RawRow:
     """A row without what is NaN, or a key that Arrow adds because other rows have it; JSON is kept as it is."""
     cleaned: RawRow = row if isinstance(rows, JsonRows | ListedRows) else without_nothing(row)
     return cleaned
@@ -173,13 +164,6 @@ class Chat:
     tools: tuple[Any, ...] = field(default=(), hash=False)
 
     @property
-    def question(self) -> str | None:
-        """The last words of the user before the last answer that is learned."""
-        backwards = iter(reversed(self.messages))
-        answered = any(m.role == "assistant" and m.learned for m in backwards)
-        return next((m.content for m in backwards if m.role == "user"), None) if answered else None
-
-    @property
     def marked(self) -> list[int]:
         """The numbers of the answers that are marked as not to be learned."""
         return [number for number, message in enumerate(self.messages) if not message.learned]
@@ -202,10 +186,6 @@ class Completion:
     prompt: str | None
     completion: str
 
-    @property
-    def question(self) -> str | None:
-        return self.prompt
-
 
 @dataclass(frozen=True)
 class Tokens:
@@ -213,10 +193,6 @@ class Tokens:
 
     input_ids: tuple[int, ...]
     labels: tuple[int, ...] | None = None
-
-    @property
-    def question(self) -> str | None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -227,10 +203,6 @@ class Pair:
     rejected: Chat | Completion
     margin: float | None = None
 
-    @property
-    def question(self) -> str | None:
-        return self.chosen.question
-
 
 @dataclass(frozen=True)
 class Rated:
@@ -239,10 +211,6 @@ class Rated:
     row: Chat | Completion
     good: bool
 
-    @property
-    def question(self) -> str | None:
-        return self.row.question
-
 
 @dataclass(frozen=True)
 class Labelled:
@@ -250,10 +218,6 @@ class Labelled:
 
     row: Chat | Completion
     label: str | float
-
-    @property
-    def question(self) -> str | None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -266,10 +230,6 @@ class Prompted:
 
     row: Chat | Completion
     digest: str = ""
-
-    @property
-    def question(self) -> str | None:
-        return self.row.messages[-1].content if isinstance(self.row, Chat) else self.row.completion
 
 
 SingleRow = Chat | Completion | Tokens
@@ -332,7 +292,7 @@ class Rows:
     """Rows in canonical form.
 
     Attributes:
-        raw: the rows as they were found.
+        raw: the rows as they were found: a `datasets.Dataset`, `JsonRows` or `ListedRows`.
         form: how they are read.
         where: the source, in words.
         description: what was found, in lines for people.
@@ -342,7 +302,7 @@ class Rows:
         are_answers: true if the preferred answers of pairs and rated rows are read, as single rows.
     """
 
-    raw: RawRows
+    raw: Any
     form: Form
     where: str
     description: tuple[str, ...] = ()
@@ -369,13 +329,11 @@ class Rows:
         """
         with self._text_as_utf8():
             for number, row in enumerate(self.raw):
-                found = self._read(number, row)
-                yield preferred(found) if self.are_answers else found
+                yield self._read(number, row)
 
     def __getitem__(self, number: int) -> Row | None:
         with self._text_as_utf8():
-            found = self._read(number, self.raw[number])
-            return preferred(found) if self.are_answers else found
+            return self._read(number, self.raw[number])
 
     @contextmanager
     def _text_as_utf8(self) -> Iterator[None]:
@@ -398,8 +356,10 @@ class Rows:
 
     def select(self, chosen: Sequence[int]) -> Rows:
         """Some of the rows, each under its old number."""
-        numbers = array("q", (self.numbers[row] for row in chosen)) if self.numbers else chosen
-        return replace(self, raw=self.raw.select(chosen), numbers=numbers)
+        return replace(self, raw=self.raw.select(chosen), numbers=self._numbers_of(chosen))
+
+    def _numbers_of(self, chosen: Sequence[int]) -> Sequence[int]:
+        return array("q", (self.numbers[row] for row in chosen)) if self.numbers else chosen
 
     def place(self, number: int) -> str:
         """The place of a row in its source, in words."""
@@ -412,11 +372,12 @@ class Rows:
     @property
     def column_sets(self) -> list[Sequence[str]]:
         """The columns of every data set among these."""
-        return [self.raw.column_names]  # type: ignore[attr-defined]  # of rows that are joined it is another one
+        return [self.raw.column_names]
 
     def _read(self, number: int, row: RawRow) -> Row | None:
         try:
-            return self.form.read(kept(self.raw, row))
+            found = self.form.read(kept(self.raw, row))
+            return preferred(found) if self.are_answers else found
         except ValueError as error:
             raise DataError(
                 f"A row of the data set cannot be read as {self.form.name}: {error}.",
@@ -431,6 +392,19 @@ class Rows:
         for row in self:
             digest.update(json.dumps(row, default=_attributes).encode())
         return digest.hexdigest()
+
+
+def question_of(row: Row | None) -> str | None:
+    """What a row asks, in words: of a chat the last words of the user before the last answer that is learned."""
+    if isinstance(row, Pair | Rated):
+        row = row.chosen if isinstance(row, Pair) else row.row
+    elif isinstance(row, Prompted):
+        return row.row.messages[-1].content if isinstance(row.row, Chat) else row.row.completion
+    if not isinstance(row, Chat):
+        return row.prompt if isinstance(row, Completion) else None
+    backwards = iter(reversed(row.messages))
+    answered = any(m.role == "assistant" and m.learned for m in backwards)
+    return next((m.content for m in backwards if m.role == "user"), None) if answered else None
 
 
 def preferred(row: Row | None) -> Row | None:
