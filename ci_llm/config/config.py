@@ -14,11 +14,10 @@ from pydantic.fields import FieldInfo
 from ci_llm.config.agents import OwnEntries, own_values, take_own_entries
 from ci_llm.config.auto import FOLLOWED, settled
 from ci_llm.config.foreign import FIELDS, NO_EFFECT, read_without_effect
-from ci_llm.config.key import ChangeKind, Keys
 from ci_llm.config.own_keys import OWN_KEYS, KeysOfEach, overriding
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
 from ci_llm.config.problems import Problem, by_key, clashing, error_of, sound_values
-from ci_llm.config.schema import FOUND, AllKeys, meaning_of
+from ci_llm.config.schema import FOUND, AllKeys, ChangeKind, Keys, meaning_of
 from ci_llm.config.validation import find_clashes, find_notices
 from ci_llm.config.yaml_file import dump_value, dump_yaml
 from ci_llm.core.imports import allow_import

@@ -21,8 +21,7 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from ci_llm.config.key import DurationMark, SeveralMark
-from ci_llm.config.schema import with_trait
+from ci_llm.config.schema import DurationMark, SeveralMark, with_trait
 
 #: Lowest similarity, 0 to 1: of each part to a part of the other name, of the whole names, and of names without `_`.
 PART: Final = 0.65

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from ci_llm.config import foreign
-from ci_llm.config.key import Keys
 from ci_llm.config.own_keys import OWN_KEYS
 from ci_llm.config.parsing import (
     COMMAND_LINE,
@@ -32,7 +31,7 @@ from ci_llm.config.parsing import (
     read_value,
     takes_list,
 )
-from ci_llm.config.schema import AllKeys
+from ci_llm.config.schema import AllKeys, Keys
 from ci_llm.config.validation import Clash
 from ci_llm.config.yaml_file import dump_value
 from ci_llm.errors import ConfigError

@@ -220,9 +220,8 @@ class _JoinedLinears(torch.autograd.Function):
         x: Tensor,
         cast: Tensor,
         _anchor: Tensor,
-        layers: Sequence[nn.Linear | QuantizedLinear],
+        layers: Sequence[AdaptedLinear],
         stacks: Sequence[Stack],
-        by_onednn: bool,
     ) -> tuple[Tensor, ...]:
         (agents, rows, width), dtype = cast.shape, cast.dtype
         adapters = [stack.effective(dtype) for stack in stacks]
@@ -232,30 +231,26 @@ class _JoinedLinears(torch.autograd.Function):
         outputs, flat = [], cast.reshape(agents * rows, width)
         for layer, stack, (_, b), part in zip(layers, stacks, adapters, parts, strict=True):
             bias = None if layer.bias is None else layer.bias.to(dtype)
-            weight = layer if isinstance(layer, QuantizedLinear) else layer.weight
-            y = product(flat, dense(weight, dtype), bias, by_onednn=by_onednn).view(agents, rows, -1)
+            y = product(flat, dense(layer.base_layer, dtype), bias, by_onednn=layer.by_onednn).view(agents, rows, -1)
             outputs.append(y.baddbmm_(part, b.mT, alpha=stack.scaling))
-        stored = [layer.weight for layer in layers if isinstance(layer, nn.Linear)]
-        ctx.save_for_backward(cast, a, h, *(b for _, b in adapters), *stored)
-        ctx.layers, ctx.stacks, ctx.dtype, ctx.by_onednn = layers, stacks, x.dtype, by_onednn
+        ctx.save_for_backward(cast, a, h, *(b for _, b in adapters))
+        ctx.layers, ctx.stacks, ctx.dtype = layers, stacks, x.dtype
         return tuple(outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cast, a, h, *kept = ctx.saved_tensors
-        bs, stored = kept[: len(grads)], iter(kept[len(grads) :])
+        cast, a, h, *bs = ctx.saved_tensors
         agents, rows, _ = cast.shape
         grad_h, grad_x, grads_b, start = torch.empty_like(h), None, [], 0
         for layer, stack, grad, b in zip(ctx.layers, ctx.stacks, grads, bs, strict=True):
             grad, part = grad.contiguous(), slice(start, start + b.shape[2])
             grads_b.append(low_rank_gradients(grad, b, h[..., part], stack.scaling, into=grad_h[..., part])[1])
             start = part.stop
-            weight = next(stored) if isinstance(layer, nn.Linear) else layer
             if ctx.needs_input_grad[0]:
-                flat, weight = grad.view(agents * rows, -1), dense(weight, grad.dtype)
-                if ctx.by_onednn or grad_x is None:
-                    own = product(flat, weight.mT, by_onednn=ctx.by_onednn)
+                flat, weight = grad.view(agents * rows, -1), dense(layer.base_layer, grad.dtype)
+                if layer.by_onednn or grad_x is None:
+                    own = product(flat, weight.mT, by_onednn=layer.by_onednn)
                     grad_x = own if grad_x is None else grad_x.add_(own)
                 else:
                     grad_x.addmm_(flat, weight)
@@ -263,8 +258,8 @@ class _JoinedLinears(torch.autograd.Function):
         for stack, own_a, own_b in zip(ctx.stacks, grad_a, grads_b, strict=True):
             stack.add_gradients(own_a, own_b)
         if grad_x is None:
-            return (None,) * 6
-        return grad_x.view(cast.shape).baddbmm_(grad_h, a).to(ctx.dtype), None, None, None, None, None
+            return (None,) * 5
+        return grad_x.view(cast.shape).baddbmm_(grad_h, a).to(ctx.dtype), None, None, None, None
 
 
 class JoinedInput:
@@ -302,9 +297,7 @@ class JoinedInput:
         layers, stacks = [each for each in self._layers if each.name in chosen], [*chosen.values()]
         rows = (stacks[0].size, -1, layers[0].in_features)
         cast = layers[0].casts.input(x, compute_dtype(x)).reshape(rows)
-        outputs = _JoinedLinears.apply(
-            x.reshape(rows), cast, self._anchor, [each.base_layer for each in layers], stacks, layers[0].by_onednn
-        )
+        outputs = _JoinedLinears.apply(x.reshape(rows), cast, self._anchor, layers, stacks)
         return {name: y.view(*x.shape[:-1], y.shape[-1]) for name, y in zip(chosen, outputs, strict=True)}
 
     def _chosen(self, x: Tensor) -> dict[str, Stack]:

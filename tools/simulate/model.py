@@ -18,9 +18,9 @@ from annotated_types import Ge, Le
 from numpy.random import Generator
 from pydantic import Field
 
-from ci_llm.config.key import Amount, Count, DurationMark, Keys, Positive, Seconds, Share, Size
 from ci_llm.config.parsing import COMMAND_LINE, nearest, read_arguments
 from ci_llm.config.problems import Problem, sound_values
+from ci_llm.config.schema import Amount, Count, DurationMark, Keys, Positive, Seconds, Share, Size
 from ci_llm.config.yaml_file import dump_value, read_yaml
 from ci_llm.errors import ConfigError
 
