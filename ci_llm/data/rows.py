@@ -30,32 +30,20 @@ DECODER: Final = json.JSONDecoder(parse_constant=lambda name: None if name == "N
 EVAL_SPLITS: Final = ("validation", "valid", "val", "dev", "eval", "test")
 
 
-@dataclass(frozen=True)
-class ListedRows:
+class ListedRows(list[Any]):
     """Rows in a list, which all have the same columns: the embedded ones need not load `datasets`."""
-
-    rows: Sequence[Any]
 
     @property
     def column_names(self) -> list[str]:
-        return [*self.rows[0]]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, number: int) -> Any:
-        return self.rows[number]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.rows)
+        return [*self[0]]
 
     def select(self, numbers: Sequence[int]) -> ListedRows:
         """Some of the rows."""
-        return ListedRows([self.rows[number] for number in numbers])
+        return ListedRows(self[number] for number in numbers)
 
     def select_columns(self, names: Sequence[str]) -> ListedRows:
         """All rows with these columns only."""
-        return ListedRows([{name: row[name] for name in names} for row in self.rows])
+        return ListedRows({name: row[name] for name in names} for row in self)
 
 
 @dataclass(frozen=True)
