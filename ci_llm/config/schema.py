@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from datetime import date
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypedDict, Unpack
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
@@ -26,12 +26,10 @@ from ci_llm.core.measures import METRICS
 ChangeKind = Literal["free", "schedule", "sample-exact"]
 
 
-class DurationMark:
-    """Marks a number of seconds that may also be written 90, 1h30m or HH:MM:SS."""
-
-
-class SeveralMark:
-    """Marks a text that may also be written as a list: its parts are joined by commas."""
+#: Marks a number of seconds that may also be written 90, 1h30m or HH:MM:SS.
+DURATION: Final = "duration"
+#: Marks a text that may also be written as a list: its parts are joined by commas.
+SEVERAL: Final = "several"
 
 
 def _joined(value: object) -> object:
@@ -54,7 +52,7 @@ def _as_day(value: object) -> object:
 
 Text = Annotated[str, StringConstraints(min_length=1)]
 PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # a file has no shell that expands `~`
-Sources = Annotated[PathText, BeforeValidator(_joined), SeveralMark()]
+Sources = Annotated[PathText, BeforeValidator(_joined), SEVERAL]
 Weights = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1), BeforeValidator(_as_tuple)]
 Factors = Annotated[tuple[float, ...], MinLen(1), BeforeValidator(_as_tuple)]
 Names = Annotated[tuple[Text, ...], MinLen(1), BeforeValidator(_as_tuple)]
@@ -69,7 +67,7 @@ Share = Annotated[float, Ge(0), Le(1)]
 TopShare = Annotated[float, Gt(0), Le(1)]
 Several = Annotated[int, Ge(2)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
-Seconds = Annotated[float, Gt(0), Le(10**9), DurationMark()]  # 31 years: dates beyond overflow
+Seconds = Annotated[float, Gt(0), Le(10**9), DURATION]  # 31 years: dates beyond overflow
 # To read, these are numbers: config/auto.py puts one where `auto` is written, run/start/loading.py where rows decide.
 if TYPE_CHECKING:
     AutoCount = int

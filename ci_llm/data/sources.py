@@ -351,13 +351,18 @@ class _DataSet:
 
     def _taken(self, total: int, count: int) -> list[int]:
         """`count` different rows out of `total`, in order. Files are often sorted, or alike in every tenth row."""
-        if _is_spread(self.name):
+        if self._is_spread:
             return [number * total // count for number in range(count)]
         return sorted(permute(at, total, seed=self.config.seed, epoch=_DRAW) for at in range(count))
 
     @property
+    def _is_spread(self) -> bool:
+        """True if rows are taken evenly: the embedded ones, which have no order that could repeat."""
+        return self.name == "embedded"
+
+    @property
     def _how(self) -> str:
-        return "evenly spread" if _is_spread(self.name) else f"drawn by seed {self.config.seed}"
+        return "evenly spread" if self._is_spread else f"drawn by seed {self.config.seed}"
 
     def _where(self, split: str) -> str:
         return f"{self.name}, split {split}"
@@ -376,11 +381,6 @@ def _place(name: str) -> str:
 
 #: The epoch of the permutation by which rows are drawn; no epoch of a training has this number.
 _DRAW: Final = -1
-
-
-def _is_spread(name: str) -> bool:
-    """True if rows of a data set are taken evenly: the embedded ones, which have no order that could repeat."""
-    return name == "embedded"
 
 
 def row_kind(config: Config) -> RowKind | None:

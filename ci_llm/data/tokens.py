@@ -11,10 +11,10 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, Final
@@ -279,7 +279,7 @@ def _write(path: Path, rows: Rows, encoder: Encoder, tally: Tally, *, evaluated:
         raise tally.nothing_left(rows, evaluated=evaluated)
     try:
         make_folders(path.parent)
-        write_parts(path, _arrow_file(_batches(rows, encoder, tally, first, kept)))
+        write_parts(path, _arrow_file(chain([first], kept), partial(_facts, rows, encoder, tally, first)))
     except OSError as error:
         raise DataError(
             f"The tokenised rows cannot be kept: {error.strerror}.",
@@ -304,30 +304,30 @@ class _Written(io.BytesIO):
         return part
 
 
-def _arrow_file(batches: Iterator[tuple[Any, dict[bytes, str] | None]]) -> Iterator[bytes]:
-    """The bytes of an Arrow file of record batches with their metadata."""
-    written = _Written()
+def _arrow_file(examples: Iterator[tuple[int, Example]], facts: Callable[[str], Facts]) -> Iterator[bytes]:
+    """The bytes of an Arrow file: batches of rows, and last an empty one with the facts, known only after all rows.
+
+    Args:
+        facts: takes the fingerprint.
+    """
+    written, digest = _Written(), xxhash.xxh3_128()
     with pa.ipc.new_file(written, SCHEMA) as writer:
-        for batch, metadata in batches:
-            writer.write_batch(batch, custom_metadata=metadata)
+        while chunk := list(islice(examples, ROWS_PER_CHUNK)):
+            writer.write_batch(_batch([*zip(*(_cells(*each, digest) for each in chunk), strict=True)]))
             yield written.take()
+        found = json.dumps(asdict(facts(digest.hexdigest())))
+        writer.write_batch(_batch([()] * len(SCHEMA)), custom_metadata={FACTS: found})
     yield written.take()
 
 
-def _batches(
-    rows: Rows, encoder: Encoder, tally: Tally, first: tuple[int, Example], rest: Iterator[tuple[int, Example]]
-) -> Iterator[tuple[Any, dict[bytes, str] | None]]:
-    """Batches of rows, and last an empty one with what is known only when all rows are tokenised."""
-    digest = xxhash.xxh3_128()
-    for chunk in _chunks(chain([first], rest), digest):
-        yield chunk, None
+def _facts(rows: Rows, encoder: Encoder, tally: Tally, first: tuple[int, Example], fingerprint: str) -> Facts:
     lines = [
         encoder.describe(rows[first[0]]),
         *tally.lines(),
         f"first row, {_SHOWN_AS.get(rows.form.kind, 'learned in ⟦ ⟧')}: {_shown(first[1], encoder, tally.classes)}",
     ]
-    facts = Facts(
-        fingerprint=digest.hexdigest(),
+    return Facts(
+        fingerprint=fingerprint,
         tokens=tally.tokens,
         targets=tally.targets,
         longest=min(tally.longest, tally.max_seq_length),
@@ -338,12 +338,6 @@ def _batches(
         lines=lines,
         warnings=[*tally.warnings()],
     )
-    yield _batch([()] * len(SCHEMA)), {FACTS: json.dumps(asdict(facts))}
-
-
-def _chunks(examples: Iterator[tuple[int, Example]], digest: Any) -> Iterator[Any]:
-    while chunk := list(islice(examples, ROWS_PER_CHUNK)):
-        yield _batch([*zip(*(_cells(number, example, digest) for number, example in chunk), strict=True)])
 
 
 def _cells(number: int, example: Example, digest: Any) -> tuple[Any, ...]:
