@@ -29,7 +29,7 @@ COLUMN = 45  # of the text beside a key
 
 def groups() -> dict[str, list[str]]:
     """The keys below the title of their group, in order."""
-    classes = [base for base in reversed(AllKeys.__mro__) if issubclass(base, Keys) and base not in (Keys, AllKeys)]
+    classes = [base for base in reversed(AllKeys.__mro__) if issubclass(base, Keys) and base is not Keys]
     return {str(base.__doc__): [key for key in FIELDS if key in base.__annotations__] for base in classes}
 
 

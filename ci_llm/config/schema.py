@@ -167,6 +167,9 @@ class Keys(BaseModel):
     )
 
 
+# Each group has the keys of those above it as well, so that the last one has all.
+
+
 class BaseModelKeys(Keys):
     """The frozen base model"""
 
@@ -209,7 +212,7 @@ class BaseModelKeys(Keys):
     )
 
 
-class AgentKeys(Keys):
+class AgentKeys(BaseModelKeys):
     """The agents: K LoRA adapters on the one base"""
 
     num_agents: Count = exact(
@@ -250,7 +253,7 @@ class AgentKeys(Keys):
     )
 
 
-class ObjectiveKeys(Keys):
+class ObjectiveKeys(AgentKeys):
     """The objective, and how the agents answer together"""
 
     objective: Objective = exact(
@@ -302,7 +305,7 @@ class ObjectiveKeys(Keys):
     )
 
 
-class RewardKeys(Keys):
+class RewardKeys(ObjectiveKeys):
     """Rewards, and the completions that they judge (docs/objectives.md)"""
 
     rewards: Names | None = exact(
@@ -330,7 +333,7 @@ class RewardKeys(Keys):
     log_completions: bool = free(False, "write all completions with their rewards to completions/*.parquet")
 
 
-class DataKeys(Keys):
+class DataKeys(RewardKeys):
     """The data"""
 
     dataset_name: Sources = free(
@@ -381,7 +384,7 @@ class DataKeys(Keys):
     num_workers: Size = free(4, "data loading processes per training process; 0: the training process loads")
 
 
-class TrainingKeys(Keys):
+class TrainingKeys(DataKeys):
     """Training: length, batch, optimizer, schedule"""
 
     epochs: Positive = schedule(3.0, "passes over the rows, also a fraction such as 1.5; max_train_steps wins over it")
@@ -439,7 +442,7 @@ class TrainingKeys(Keys):
     seed: Seed = exact(42, "seed of everything random, and of the order of the rows", own=14)
 
 
-class EvaluationKeys(Keys):
+class EvaluationKeys(TrainingKeys):
     """Evaluation"""
 
     eval_steps: Count | None = free(100, "evaluate every n optimizer steps; null: at the end only")
@@ -472,7 +475,7 @@ class EvaluationKeys(Keys):
     )
 
 
-class LogKeys(Keys):
+class LogKeys(EvaluationKeys):
     """Output and logs"""
 
     output_dir: PathText = free("ci_llm_output", "folder of the run", place=True)
@@ -484,7 +487,7 @@ class LogKeys(Keys):
     monitor_gpu: bool = free(False, "write the load of the GPUs to gpu_stats.json while training")
 
 
-class CheckpointKeys(Keys):
+class CheckpointKeys(LogKeys):
     """Checkpoints"""
 
     save_steps: Count | None = free(100, "save every n optimizer steps; null: off")
@@ -535,7 +538,7 @@ class CheckpointKeys(Keys):
     )
 
 
-class InterruptionKeys(Keys):
+class InterruptionKeys(CheckpointKeys):
     """Interruption, walltime, SLURM"""
 
     grace_s: Seconds = free(30.0, "seconds between a signal and the kill, if SLURM does not tell")
@@ -544,7 +547,7 @@ class InterruptionKeys(Keys):
     interrupted_exit_code: Annotated[int, Ge(0), Le(255)] = free(0, "exit code after a clean interruption")
 
 
-class FoundKeys(Keys):
+class FoundKeys(InterruptionKeys):
     """What the run found at its start, and keeps for all its attempts"""
 
     chat_date: Day | None = exact(None, "the day of the first start, which a chat template with a clock shows")
@@ -555,20 +558,8 @@ class FoundKeys(Keys):
 FOUND = tuple(FoundKeys.__annotations__)
 
 
-class AllKeys(
-    FoundKeys,
-    InterruptionKeys,
-    CheckpointKeys,
-    LogKeys,
-    EvaluationKeys,
-    TrainingKeys,
-    DataKeys,
-    RewardKeys,
-    ObjectiveKeys,
-    AgentKeys,
-    BaseModelKeys,
-):
-    """All keys of a run. Pydantic collects the fields of bases from last to first, which gives their order."""
+#: The last group has the keys of all, in their order.
+AllKeys = FoundKeys
 
 
 def meaning_of(field: FieldInfo) -> dict[str, Any]:

@@ -38,7 +38,9 @@ logger = logging.getLogger(__name__)
 
 _OF_ALL: Final = ("objective", "diversity", "lambda_sw", "aggregator")
 #: Keys that some objectives read, and others do not.
-_OF_OBJECTIVES: Final = [key for key in (*ObjectiveKeys.model_fields, *RewardKeys.model_fields) if key not in _OF_ALL]
+_OF_OBJECTIVES: Final = [
+    key for key in (*ObjectiveKeys.__annotations__, *RewardKeys.__annotations__) if key not in _OF_ALL
+]
 
 
 @dataclass(frozen=True)
