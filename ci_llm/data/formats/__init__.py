@@ -68,8 +68,7 @@ def _read_csv(files: Sequence[Path]) -> Dataset:
 
 def _require_columns(file: Path, separator: str) -> None:
     """Refuse a row longer than the header: pandas would take the first value of every row for its name."""
-    spaced = _has_spaces_behind(file, separator)
-    header, row = (*_first_rows(file, separator, 2, spaced=spaced), [], [])[:2]
+    header, row = _first_rows(file, separator, spaced=_has_spaces_behind(file, separator))
     if len(row) > len(header):
         raise ValueError(f"the first row has {len(row)} values, and the header {len(header)} columns ({file.name})")
 
@@ -78,18 +77,18 @@ def _separator(file: Path) -> str:
     """A comma, unless the ending or a header without commas says otherwise."""
     if ending_of(file) == ".tsv":
         return "\t"
-    columns = {mark: len(next(iter(_first_rows(file, mark, 1)), [])) for mark in (",", *_SEPARATORS)}
+    columns = {mark: len(_first_rows(file, mark)[0]) for mark in (",", *_SEPARATORS)}
     return "," if columns[","] > 1 else max(columns, key=lambda mark: columns[mark])
 
 
 def _has_spaces_behind(file: Path, separator: str) -> bool:
     """True if a space follows every separator of the header: then it belongs to no name, and to no value either."""
-    others = next(iter(_first_rows(file, separator, 1)), [])[1:]
+    others = _first_rows(file, separator)[0][1:]
     return bool(others) and all(name.startswith(" ") for name in others)
 
 
-def _first_rows(file: Path, separator: str, count: int, *, spaced: bool = False) -> list[list[str]]:
-    """The first rows, the header among them; without blank lines, as pandas reads them.
+def _first_rows(file: Path, separator: str, *, spaced: bool = False) -> tuple[list[str], list[str]]:
+    """The header and the first row, [] for one that is not there; without blank lines, as pandas reads them.
 
     Args:
         spaced: see `_has_spaces_behind`.
@@ -98,8 +97,9 @@ def _first_rows(file: Path, separator: str, count: int, *, spaced: bool = False)
     try:
         with fsspec.open(
             str(file), "rt", encoding="utf-8-sig", errors="replace", compression="infer", newline=""
-        ) as rows:
-            return list(islice(filter(None, csv.reader(rows, delimiter=separator, skipinitialspace=spaced)), count))
+        ) as lines:
+            rows = filter(None, csv.reader(lines, delimiter=separator, skipinitialspace=spaced))
+            return next(rows, []), next(rows, [])
     finally:
         csv.field_size_limit(limit)
 
