@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from ci_llm.config import Config
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import Example
-from ci_llm.data.rows import Chat
+from ci_llm.data.rows import Chat, question_of
 from ci_llm.data.sources import load_rows
 
 T = TypeVar("T")
@@ -126,7 +126,7 @@ def texts(dataset: Path) -> tuple[list[str], list[str]]:
     rows = load_rows(Config(dataset_name=str(dataset)), "train")
     chats = [row for row in rows if isinstance(row, Chat)]
     answers = [f" {chat.messages[-1].content}" for chat in chats]
-    return [f"Question: {chat.question}\nAnswer:" for chat in chats], answers
+    return [f"Question: {question_of(chat)}\nAnswer:" for chat in chats], answers
 
 
 def _example(ids: Sequence[int] | np.ndarray, targets: int) -> Example:

@@ -35,7 +35,6 @@ TESTS = {
     "ci_llm/supervisor/classify.py": ["tests/supervisor/test_classify.py"],
     "ci_llm/supervisor/policy.py": ["tests/supervisor/test_policy.py"],
     "ci_llm/run/step/state.py": ["tests/run/test_nonfinite_policy.py", "tests/run/test_requests.py"],
-    "ci_llm/data/dealing.py": ["tests/data/test_order.py"],
     "ci_llm/data/order.py": ["tests/data/test_order.py"],
 }
 LIBRARIES = ("hypothesis", "torch", "transformers", "accelerate", "safetensors.torch", "datasets", "pydantic")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from ci_llm.embedded.stories import (
+from ci_llm.embedded import (
     ASK,
     DISTRACTION,
     LARGEST,

@@ -47,8 +47,7 @@ def require_memory(config: Config, copies: int) -> None:
 def _count_parameters(model_name: str) -> int:
     """The parameters in the safetensors files of a base; 0 if there are none on this disk."""
     with suppress(ModelError):  # loading it fails as well, and says why
-        file = gguf_file(model_name)
-        if file:
+        if file := gguf_file(model_name):
             return _numbers(kept_folder(file))
     if Path(model_name).is_dir():
         return _numbers(Path(model_name))
@@ -61,9 +60,7 @@ def _count_parameters(model_name: str) -> int:
 def _numbers(folder: Path) -> int:
     total = 0
     for path in folder.glob("*.safetensors"):
-        with (
-            suppress(OSError, SafetensorError),
-            safe_open(path, "np") as file,
-        ):  # loading it fails as well, and says why
+        # Loading a damaged file fails as well, and says why.
+        with suppress(OSError, SafetensorError), safe_open(path, "np") as file:
             total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     return total

@@ -104,8 +104,7 @@ def opened_by(model_name: str) -> str:
     """
     if model_name == "embedded":
         return str(BASE_FOLDER)
-    file = gguf_file(model_name)
-    if file:
+    if file := gguf_file(model_name):
         return str(plain_folder(file))
     return str(Path(model_name).absolute()) if Path(model_name).is_dir() else model_name
 

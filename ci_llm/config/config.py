@@ -1,10 +1,11 @@
-"""The `Config` of a run: sound values for all keys, as YAML, compared with another, and explained in words."""
+"""The `Config` of a run: sound values for all keys, also for auto, as YAML, compared with another, and in words."""
 
 from __future__ import annotations
 
+import json
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -12,14 +13,11 @@ from typing import Any, Final, Self
 from pydantic.fields import FieldInfo
 
 from ci_llm.config.agents import OwnEntries, own_values, take_own_entries
-from ci_llm.config.auto import FOLLOWED, settled
 from ci_llm.config.foreign import FIELDS, NO_EFFECT, read_without_effect
-from ci_llm.config.key import ChangeKind, Keys
-from ci_llm.config.own_keys import OWN_KEYS, KeysOfEach, overriding
+from ci_llm.config.own_keys import AUTO, EMBEDDED, OWN_KEYS, KeysOfEach, overriding
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
-from ci_llm.config.problems import Problem, by_key, clashing, error_of, sound_values
-from ci_llm.config.schema import FOUND, AllKeys, meaning_of
-from ci_llm.config.validation import find_clashes, find_notices
+from ci_llm.config.problems import Problem, by_key, clashing, error_of, find_clashes, find_notices, sound_values
+from ci_llm.config.schema import FOUND, AllKeys, ChangeKind, Keys, meaning_of
 from ci_llm.config.yaml_file import dump_value, dump_yaml
 from ci_llm.core.imports import allow_import
 from ci_llm.errors import ConfigError
@@ -30,7 +28,7 @@ COLUMN = 45  # of the text beside a key
 
 def groups() -> dict[str, list[str]]:
     """The keys below the title of their group, in order."""
-    classes = [base for base in reversed(AllKeys.__mro__) if issubclass(base, Keys) and base not in (Keys, AllKeys)]
+    classes = [base for base in reversed(AllKeys.__mro__) if issubclass(base, Keys) and base is not Keys]
     return {str(base.__doc__): [key for key in FIELDS if key in base.__annotations__] for base in classes}
 
 
@@ -278,3 +276,83 @@ def _raw(value: object) -> Raw:
     if isinstance(value, bool) or value is None:
         return Scalar({True: "true", False: "false", None: "null"}[value])
     return Scalar(str(value)) if isinstance(value, str | int | float) else Unusable(f"a {type(value).__name__}")
+
+
+# The values that `auto` stands for, and why: rates, ranks and lengths follow the base, and rows what is asked. The
+# shape of an adapter to start from comes before that. What can be said only of loaded rows is left `auto` here:
+# `run/start/loading.py` decides it.
+
+#: The keys that decide what auto stands for.
+FOLLOWED: Final = ("model_name", "dataset_name")
+#: Objectives with a head, which is new and has to be learned.
+_HEADS: Final = ("reward", "classification", "regression")
+_OF_LORA: Final = "usual for LoRA; a small base often takes a higher rate, which a sweep finds"
+
+
+def settled(config: KeysOfEach) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of the keys that say auto, with `agents` if one of them says it, and the reason for each key.
+
+    A reason that is empty need not be told.
+    """
+    open_keys = {key: found for key, *found in _rules(config) if getattr(config, key) == AUTO}
+    open_keys |= {key: found for key, *found in _of_adapters(config) if key in open_keys or _is_unset(config, key)}
+    values = {key: value for key, (value, _) in open_keys.items()}
+    if any(AUTO in own.values() for own in config.agents):
+        values["agents"] = tuple(_own(config, k) for k in range(len(config.agents)))
+    return values, {key: why for key, (_, why) in open_keys.items()}
+
+
+def _own(config: KeysOfEach, agent: int) -> dict[str, Any]:
+    rules = {key: value for key, value, _ in (*_rules(config.of_agent(agent)), *_of_adapters(config))}
+    return {key: rules[key] if value == AUTO else value for key, value in config.agents[agent].items()}
+
+
+def _is_unset(config: KeysOfEach, key: str) -> bool:
+    return key not in config.model_fields_set and not any(key in own for own in config.agents)
+
+
+def _of_adapters(config: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, why) of the shape that the adapters of `init_from` have in common; nothing without a plain one."""
+    folder = Path(config.init_from or "")
+    files = [folder / "adapter_config.json"] if config.init_from else []
+    files = files if not files or files[0].is_file() else sorted(folder.glob("agent*/adapter_config.json"))
+    shapes = [*map(_shape_of, files)]
+    for key, value in shapes[0].items() if shapes and all(shape == shapes[0] for shape in shapes) else ():
+        yield key, value, "of the adapters in init_from"
+
+
+def _shape_of(file: Path) -> dict[str, Any]:
+    """The keys of a shape that an adapter says in the words of a configuration; one that cannot be is refused later."""
+    shape: dict[str, Any] = {}
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+        for key, name in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
+            if float(said[name]).is_integer():
+                shape[key] = int(said[name])
+        shape["use_rslora"] = bool(said.get("use_rslora"))
+        for key, name in (("lora_target_modules", "target_modules"), ("agent_layers", "layers_to_transform")):
+            if isinstance(said.get(name), list) and said[name]:
+                shape[key] = tuple(sorted(said[name]))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # who loads the adapters says so, with the place
+        return {}
+    return shape
+
+
+def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, why) of every key that may say auto."""
+    on_embedded = c.model_name == EMBEDDED
+    why = "measured on the embedded base" if on_embedded else _OF_LORA
+    # Ten times TRL's rates, which are for all weights of a model; that of grpo was measured (benchmarks/README.md).
+    rate = {AUTO: 2e-4, "sft": 2e-4, "grpo": 1e-4, **dict.fromkeys(_HEADS, 1e-3)}.get(c.objective, 1e-5)
+    if on_embedded:
+        rate = 8e-3 if c.objective in (AUTO, "sft") else 1e-3
+    yield "learning_rate", rate, why
+    yield "lora_rank", 8 if on_embedded else 16, why
+    yield "lora_alpha", 16 if on_embedded else 32, why
+    yield "max_seq_length", 256 if on_embedded else AUTO, why if on_embedded else "the longest row"
+    counted = "at most, as far as there are rows: evaluations read a third of what training does, or 50 rows"
+    yield "eval_samples", 400 if on_embedded else AUTO, why if on_embedded else counted
+    yield "beta", 0.0 if c.objective == "grpo" else 0.1, ""
+    yield "max_completion_length", AUTO, ""  # by the prompts
+    yield "objective", AUTO, ""  # by the columns
+    yield "max_new_tokens_eval", AUTO, ""  # by the references that are asked for

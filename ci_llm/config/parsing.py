@@ -21,8 +21,7 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from ci_llm.config.key import DurationMark, SeveralMark
-from ci_llm.config.schema import with_trait
+from ci_llm.config.schema import DURATION, SEVERAL, with_trait
 
 #: Lowest similarity, 0 to 1: of each part to a part of the other name, of the whole names, and of names without `_`.
 PART: Final = 0.65
@@ -155,14 +154,6 @@ class _Kind:
     choices: tuple[str, ...] = ()
     item: _Kind | None = None
 
-    @property
-    def is_duration(self) -> bool:
-        return any(isinstance(mark, DurationMark) for mark in self.metadata)
-
-    @property
-    def may_be_several(self) -> bool:
-        return any(isinstance(mark, SeveralMark) for mark in self.metadata)
-
 
 def _kinds(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[_Kind]:
     origin = get_origin(annotation)
@@ -201,7 +192,7 @@ _SPAN = re.compile(r"(?:([0-9]{1,4})d)?(?:([0-9]{1,6})h)?(?:([0-9]{1,8})m)?(?:([
 
 def takes_list(field: FieldInfo) -> bool:
     """True if the value of the key may be a list itself."""
-    return any(kind.item is not None or kind.may_be_several for kind in kinds_of(field))
+    return any(kind.item is not None or SEVERAL in kind.metadata for kind in kinds_of(field))
 
 
 def means_no_items(field: FieldInfo, raw: Raw) -> bool:
@@ -232,7 +223,7 @@ def _read_one(kind: _Kind, raw: Raw) -> object:
 
 
 def _read_items(kind: _Kind, raw: Items) -> object:
-    if kind.may_be_several and raw.values and all(isinstance(value, Scalar) for value in raw.values):
+    if SEVERAL in kind.metadata and raw.values and all(isinstance(value, Scalar) for value in raw.values):
         return ",".join(value.text for value in raw.values if isinstance(value, Scalar))
     if kind.item is None:
         return UNREADABLE
@@ -259,7 +250,7 @@ def _read_integer(_: _Kind, raw: Scalar) -> object:
 def _read_number(kind: _Kind, raw: Scalar) -> object:
     if not raw.quoted and _NUMBER.fullmatch(raw.text) and not re.match(r"[-+]?0[0-9]", raw.text):
         return float(raw.text.replace("_", ""))
-    return _read_duration(raw.text) if kind.is_duration else UNREADABLE
+    return _read_duration(raw.text) if DURATION in kind.metadata else UNREADABLE
 
 
 def _read_duration(text: str) -> object:
@@ -273,7 +264,7 @@ def _read_duration(text: str) -> object:
 def _read_text(kind: _Kind, raw: Scalar) -> object:
     if not raw.text.isprintable() or raw.is_null:
         return UNREADABLE
-    if kind.may_be_several and (listed := re.fullmatch(r"\[(.*)\]", raw.text)):
+    if SEVERAL in kind.metadata and (listed := re.fullmatch(r"\[(.*)\]", raw.text)):
         return ",".join(name.strip(" '\"") for name in listed[1].split(","))
     return raw.text
 
@@ -321,9 +312,11 @@ def _words(kind: _Kind) -> str:
     if kind.item is not None:
         listed = "a list of" if kind.item.choices else "a list, each"
         return "a list of names" if kind.item.type is str else f"{listed} {_words(kind.item)}"
-    noun = "seconds" if kind.is_duration else "text or a list" if kind.may_be_several else _NOUNS[kind.type]
+    noun = (
+        "seconds" if DURATION in kind.metadata else "text or a list" if SEVERAL in kind.metadata else _NOUNS[kind.type]
+    )
     words = " ".join([noun, *filter(None, map(_bound, kind.metadata))])
-    return f"{words} (or 1h30m, or HH:MM:SS)" if kind.is_duration else words
+    return f"{words} (or 1h30m, or HH:MM:SS)" if DURATION in kind.metadata else words
 
 
 def _bound(mark: Any) -> str | None:
@@ -341,7 +334,7 @@ def _bound(mark: Any) -> str | None:
 
 def hint(field: FieldInfo, raw: Raw) -> str | None:
     """The right spelling after a common slip: quotes, a leading zero, 1e3 for 1000, 1,5 for 1.5, BF16, a typo."""
-    if not isinstance(raw, Scalar) and raw != NO_VALUE and any(kind.may_be_several for kind in kinds_of(field)):
+    if not isinstance(raw, Scalar) and raw != NO_VALUE and any(SEVERAL in kind.metadata for kind in kinds_of(field)):
         mapped = [value for value in raw.values if isinstance(value, Mapped)] if isinstance(raw, Items) else []
         if any(entry.name == "path" for value in mapped for entry in value.entries):
             return "give paths or names alone: the format of each is recognised by its columns"

@@ -1,51 +1,173 @@
-"""All keys of a run. What is learned, by what and from which rows is here; how the run goes is in run_keys.py.
+"""All keys of a run: what is learned, by what and from which rows, and then how the run goes.
 
-Each is declared with type, default, one line with its unit, and what else holds of it.
+Each is declared with type, default, one line with its unit, and what else holds of it (`Traits`), by one of five
+functions. They say what it means if a resumed run has another value:
 
-`exact`, `schedule`, `ending`, `rounding` and `free` say what another value means for a resumed run, the traits behind
-them what else a key means: config/key.py explains both.
+exact       other samples, other mathematics or another order: refused unless `allow_inexact_resume`
+schedule    a longer or shorter run: allowed, and logged
+ending      where the run ends and which step is its best; the steps themselves stay the same: allowed, and logged
+rounding    the same sums in another order: allowed, but the bits differ
+free        logging, saving, paths: allowed, and not worth a line
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import os
+from datetime import date
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypedDict, Unpack
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 from pydantic.fields import FieldInfo
 
-from ci_llm.config.key import (
-    Aggregator,
-    Amount,
-    AutoAmount,
-    AutoCount,
-    AutoLength,
-    AutoRate,
-    BelowOne,
-    Count,
-    Day,
-    Diversity,
-    Factors,
-    Keys,
-    Names,
-    Numbers,
-    Objective,
-    PathText,
-    Positive,
-    Seconds,
-    Seed,
-    Several,
-    Share,
-    Size,
-    Sources,
-    Text,
-    TopShare,
-    Weights,
-    exact,
-    free,
-    rounding,
-    schedule,
-)
-from ci_llm.config.run_keys import CheckpointKeys, EvaluationKeys, InterruptionKeys, LogKeys
+from ci_llm.core.imports import plugin_names
+from ci_llm.core.measures import METRICS
+
+ChangeKind = Literal["free", "schedule", "sample-exact"]
+
+
+#: Marks a number of seconds that may also be written 90, 1h30m or HH:MM:SS.
+DURATION: Final = "duration"
+#: Marks a text that may also be written as a list: its parts are joined by commas.
+SEVERAL: Final = "several"
+
+
+def _joined(value: object) -> object:
+    parts = list(value) if isinstance(value, list | tuple) else []
+    return ",".join(parts) if parts and all(isinstance(part, str) for part in parts) else value
+
+
+def _as_tuple(value: object) -> object:
+    """A list as a tuple; text as the command line reads it: a name alone is a list of one, as in Transformers."""
+    if isinstance(value, str):
+        whole = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+        value = [part.strip() for part in whole.split(",")]
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _as_day(value: object) -> object:
+    """A date as YYYY-MM-DD; nothing stays nothing."""
+    return value if value is None else date.fromisoformat(str(value)).isoformat()
+
+
+Text = Annotated[str, StringConstraints(min_length=1)]
+PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # a file has no shell that expands `~`
+Sources = Annotated[PathText, BeforeValidator(_joined), SEVERAL]
+Weights = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1), BeforeValidator(_as_tuple)]
+Factors = Annotated[tuple[float, ...], MinLen(1), BeforeValidator(_as_tuple)]
+Names = Annotated[tuple[Text, ...], MinLen(1), BeforeValidator(_as_tuple)]
+Numbers = Annotated[tuple[Annotated[int, Ge(0)], ...], MinLen(1), BeforeValidator(_as_tuple)]
+Day = Annotated[str, BeforeValidator(_as_day)]
+Count = Annotated[int, Ge(1)]
+Seed = Annotated[int, Ge(0), Lt(2**32)]
+Size = Annotated[int, Ge(0)]
+Amount = Annotated[float, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+TopShare = Annotated[float, Gt(0), Le(1)]
+Several = Annotated[int, Ge(2)]
+BelowOne = Annotated[float, Ge(0), Lt(1)]
+Seconds = Annotated[float, Gt(0), Le(10**9), DURATION]  # 31 years: dates beyond overflow
+# To read, these are numbers: config/config.py puts one where `auto` is written, run/start/loading.py where rows decide.
+if TYPE_CHECKING:
+    AutoCount = int
+    AutoLength = int
+    AutoRate = float
+    AutoAmount = float
+    AutoLimit = int | None
+else:
+    AutoCount = Count | Literal["auto"]
+    AutoLength = Annotated[int, Ge(2)] | Literal["auto"]
+    AutoRate = Positive | Literal["auto"]
+    AutoAmount = Amount | Literal["auto"]
+    AutoLimit = Count | Literal["auto"] | None
+# The values of these keys are the modules of a package, so that a new one needs no edit here.
+if TYPE_CHECKING:
+    Diversity = str
+    Objective = str
+    Aggregator = str
+    Tracker = str
+    Backend = str
+    Metric = str
+else:
+    Metric = Literal[tuple(METRICS)]
+    Diversity = Literal[plugin_names("ci_llm.crowd.diversity")]
+    Objective = (
+        Literal[("auto", *plugin_names("ci_llm.objectives"))]
+        | Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    )
+    Aggregator = Literal[plugin_names("ci_llm.crowd.aggregators")]
+    Tracker = Literal[plugin_names("ci_llm.logs.trackers", first="tensorboard")]
+    Backend = Literal[plugin_names("ci_llm.checkpoints.backends", first="vanilla")]
+Trackers = Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)]
+
+
+class Traits(TypedDict, total=False):
+    """The rest of what holds of a key; each trait is optional.
+
+    Attributes:
+        own: an agent may have a value of its own; the number is the key's place among such keys, a new one comes last.
+        shape: such a key gives an adapter its shape and scale: a copy of an agent has the same value.
+        rows: such a key says which rows an agent trains on.
+        stronger_than: the other key for the same thing; within one source this one decides, unless it is null.
+        rivals: other ways to the same thing, of which one source may name one.
+        no_sweep: why a sweep cannot take the key, and what to do instead.
+        evaluable: `ci-llm evaluate` may change it.
+        recorded: its effect is recorded with the environment of a checkpoint, and compared there.
+        place: it says where a run lies, not what it is.
+    """
+
+    own: int
+    shape: bool
+    rows: bool
+    stronger_than: str
+    rivals: tuple[str, ...]
+    no_sweep: tuple[str, str]
+    evaluable: bool
+    recorded: bool
+    place: bool
+
+
+def _key(default: Any, doc: str, kind: ChangeKind, keeps_bits: bool, traits: Traits) -> Any:
+    meaning: dict[str, Any] = {"kind": kind, "keeps_bits": keeps_bits, **traits}
+    return Field(default, description=doc, json_schema_extra=meaning)
+
+
+def exact(default: Any, doc: str, **traits: Unpack[Traits]) -> Any:
+    """A key whose change would train on other samples, with other mathematics or in another order."""
+    return _key(default, doc, "sample-exact", False, traits)
+
+
+def schedule(default: Any, doc: str, **traits: Unpack[Traits]) -> Any:
+    """A key that says how long the run is."""
+    return _key(default, doc, "schedule", False, traits)
+
+
+def ending(default: Any, doc: str, **traits: Unpack[Traits]) -> Any:
+    """A key that decides where the run ends or which step is its best; every step keeps its bits."""
+    return _key(default, doc, "schedule", True, traits)
+
+
+def rounding(default: Any, doc: str, **traits: Unpack[Traits]) -> Any:
+    """A key whose change keeps samples and mathematics, but may round differently."""
+    return _key(default, doc, "free", False, traits)
+
+
+def free(default: Any, doc: str, **traits: Unpack[Traits]) -> Any:
+    """A key about logging, saving or paths."""
+    return _key(default, doc, "free", True, traits)
+
+
+class Keys(BaseModel):
+    """Strict, frozen values; an unknown key, NaN and infinity are errors."""
+
+    # Pydantic builds what checks the values at first use, which a group alone never has.
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), defer_build=True
+    )
+
+
+# Each group has the keys of those above it as well, so that the last one has all.
 
 
 class BaseModelKeys(Keys):
@@ -90,7 +212,7 @@ class BaseModelKeys(Keys):
     )
 
 
-class AgentKeys(Keys):
+class AgentKeys(BaseModelKeys):
     """The agents: K LoRA adapters on the one base"""
 
     num_agents: Count = exact(
@@ -131,7 +253,7 @@ class AgentKeys(Keys):
     )
 
 
-class ObjectiveKeys(Keys):
+class ObjectiveKeys(AgentKeys):
     """The objective, and how the agents answer together"""
 
     objective: Objective = exact(
@@ -183,7 +305,7 @@ class ObjectiveKeys(Keys):
     )
 
 
-class RewardKeys(Keys):
+class RewardKeys(ObjectiveKeys):
     """Rewards, and the completions that they judge (docs/objectives.md)"""
 
     rewards: Names | None = exact(
@@ -211,7 +333,7 @@ class RewardKeys(Keys):
     log_completions: bool = free(False, "write all completions with their rewards to completions/*.parquet")
 
 
-class DataKeys(Keys):
+class DataKeys(RewardKeys):
     """The data"""
 
     dataset_name: Sources = free(
@@ -262,7 +384,7 @@ class DataKeys(Keys):
     num_workers: Size = free(4, "data loading processes per training process; 0: the training process loads")
 
 
-class TrainingKeys(Keys):
+class TrainingKeys(DataKeys):
     """Training: length, batch, optimizer, schedule"""
 
     epochs: Positive = schedule(3.0, "passes over the rows, also a fraction such as 1.5; max_train_steps wins over it")
@@ -320,7 +442,112 @@ class TrainingKeys(Keys):
     seed: Seed = exact(42, "seed of everything random, and of the order of the rows", own=14)
 
 
-class FoundKeys(Keys):
+class EvaluationKeys(TrainingKeys):
+    """Evaluation"""
+
+    eval_steps: Count | None = free(100, "evaluate every n optimizer steps; null: at the end only")
+    eval_samples: AutoLimit = free(
+        "auto",
+        "rows of each evaluation; null: all; auto: 400 on the embedded base, else at least 50, up to a third of"
+        " the training tokens",
+    )
+    generation_eval_samples: Size = free(100, "of these, rows that agents and crowd answer at the end; 0: none")
+    max_new_tokens_eval: Count | Literal["auto"] = free(
+        "auto",
+        "tokens of a generated answer at most; auto: twice those of the longest reference, at least 16; on"
+        " the embedded base 256",
+        evaluable=True,
+    )
+    early_stopping_patience: Count | None = ending(
+        None,
+        "end after n evaluations in a row that did not improve the crowd",
+        no_sweep=("it looks at the crowd, and trials are single agents", "rungs end the losers"),
+    )
+    metric_for_best_model: Metric = ending(
+        "nll",
+        "measure of the crowd by which an evaluation is best: nll, exact_match, or one of the objective"
+        " (docs/objectives.md)",
+    )
+    load_best_model_at_end: bool = free(
+        False,
+        "make final_checkpoint of the best step",
+        no_sweep=("it looks at the crowd, and trials are single agents", "leave it out"),
+    )
+
+
+class LogKeys(EvaluationKeys):
+    """Output and logs"""
+
+    output_dir: PathText = free("ci_llm_output", "folder of the run", place=True)
+    experiment_name: Text | None = free(
+        None, "sub-folder of output_dir for this run; null: output_dir itself", place=True
+    )
+    logging_steps: Count = free(10, "log every n optimizer steps")
+    report_to: Trackers = free(("tensorboard",), "trackers: none, tensorboard, wandb, mlflow, trackio, or a list")
+    monitor_gpu: bool = free(False, "write the load of the GPUs to gpu_stats.json while training")
+
+
+class CheckpointKeys(LogKeys):
+    """Checkpoints"""
+
+    save_steps: Count | None = free(100, "save every n optimizer steps; null: off")
+    save_interval_seconds: Seconds | None = free(300.0, "save every n seconds; null: off")
+    save_total_limit: Count | None = free(3, "newest checkpoints that are kept; null: all")
+    resume_from_checkpoint: PathText | None = free(
+        "latest",
+        "where the run begins: latest, a checkpoint, the folder of a run, or null for a fresh start; later starts"
+        " refuse another value",
+        no_sweep=(
+            "trials resume from where the sweep left them",
+            "leave it out; init_from=FOLDER starts all trials from adapters",
+        ),
+        place=True,
+    )
+    restart_from: PathText | None = free(
+        None,
+        "go back, once, to this step of the run or this checkpoint",
+        no_sweep=("trials resume from where the sweep left them", "leave it out"),
+    )
+    overwrite_output_dir: bool = free(
+        False,
+        "begin a new run, once, where another one is; that one moves to the sub-folder overwritten",
+        no_sweep=("a sweep moves nothing aside", "write experiment_name=NAME for a new sweep"),
+    )
+    allow_inexact_resume: bool = free(
+        False, "resume with a changed configuration or data, although the run will not be the same"
+    )
+    deterministic: bool | Literal["auto"] = rounding(
+        "auto", "deterministic algorithms; auto: wherever they exist", recorded=True
+    )
+    checkpoint_backend: Backend = free(
+        "vanilla", "vanilla: process 0 writes; distributed: every process writes its part"
+    )
+    mirror: Text | None = free(
+        None,
+        "object store that gets every checkpoint, as s3://bucket/prefix, and fills an empty disk",
+        no_sweep=("a mirror holds one run, and a sweep has many", "leave it out, or copy the folder of the sweep"),
+    )
+    mirror_max_mb_per_s: Positive | None = free(None, "megabytes per second that the mirror may take")
+    push_to_hub: bool = free(
+        False,
+        "publish the result on the Hugging Face Hub when the run is complete",
+        no_sweep=("a sweep has many runs", "leave it out, and push the best one afterwards"),
+    )
+    hub_model_id: Text | None = free(
+        None, "repository for push_to_hub, as user/name or name; null: the name of the run's folder"
+    )
+
+
+class InterruptionKeys(CheckpointKeys):
+    """Interruption, walltime, SLURM"""
+
+    grace_s: Seconds = free(30.0, "seconds between a signal and the kill, if SLURM does not tell")
+    max_runtime: Seconds | None = free(None, "save and end before n seconds, 1h30m or HH:MM:SS have passed")
+    requeue: bool | Literal["auto"] = free("auto", "ask SLURM to run an interrupted job again; auto: if allowed")
+    interrupted_exit_code: Annotated[int, Ge(0), Le(255)] = free(0, "exit code after a clean interruption")
+
+
+class FoundKeys(InterruptionKeys):
     """What the run found at its start, and keeps for all its attempts"""
 
     chat_date: Day | None = exact(None, "the day of the first start, which a chat template with a clock shows")
@@ -331,20 +558,8 @@ class FoundKeys(Keys):
 FOUND = tuple(FoundKeys.__annotations__)
 
 
-class AllKeys(
-    FoundKeys,
-    InterruptionKeys,
-    CheckpointKeys,
-    LogKeys,
-    EvaluationKeys,
-    TrainingKeys,
-    DataKeys,
-    RewardKeys,
-    ObjectiveKeys,
-    AgentKeys,
-    BaseModelKeys,
-):
-    """All keys of a run. Pydantic collects the fields of bases from last to first, which gives their order."""
+#: The last group has the keys of all, in their order.
+AllKeys = FoundKeys
 
 
 def meaning_of(field: FieldInfo) -> dict[str, Any]:

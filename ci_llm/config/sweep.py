@@ -21,11 +21,10 @@ from pydantic import Field
 from ci_llm.config import parsing
 from ci_llm.config.config import Config, entries_of
 from ci_llm.config.foreign import FIELDS, key_of, normalized
-from ci_llm.config.key import Count, Keys, Metric
 from ci_llm.config.load import IN_CALL, FileEntries, build_reading, given_in_call, read_sources
 from ci_llm.config.own_keys import OWN_KEYS
 from ci_llm.config.problems import Problem, given_twice, sound_values
-from ci_llm.config.schema import DataKeys, with_trait
+from ci_llm.config.schema import Count, DataKeys, Keys, Metric, with_trait
 from ci_llm.config.yaml_file import read_flow
 
 #: The keys that may have a space: what an agent may have of its own, except which rows it reads. These are the same for

@@ -28,7 +28,7 @@ from ci_llm.crowd.uncertainty import (
     signals,
     uncalibrated,
 )
-from ci_llm.data.batches import Batch, Packable, in_order
+from ci_llm.data.batches import Batch, in_order
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompt
 from ci_llm.errors import BadInput, ModelError
@@ -296,7 +296,7 @@ def answered_rows(crowd: CrowdModel, prompts: Sequence[Prompt], answers: str | S
     return [prompter.row(prompt, answer) for prompt, answer in zip(prompts, given, strict=True)]
 
 
-def batches_of(rows: Sequence[Packable], batch_size: int) -> Iterator[Batch]:
+def batches_of(rows: Sequence[Example], batch_size: int) -> Iterator[Batch]:
     if batch_size < 1:
         raise BadInput("batch_size must be at least 1", where="batch_size", hint="give 1 or more")
     return in_order(rows, batch_size)

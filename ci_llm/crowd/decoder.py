@@ -49,8 +49,7 @@ from ci_llm.crowd.aggregators import find_vote
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import CROWD, Decoding, Request, Who, choose, free_positions, num_positions
 from ci_llm.errors import BadInput
-from ci_llm.lora.kernels import onednn_is_faster
-from ci_llm.lora.packed import Packed
+from ci_llm.lora.kernels import Packed, onednn_is_faster
 from ci_llm.lora.passes import agrees_by_norm, describe_error, distance, dtypes_of, spare_tokens, tolerance
 from ci_llm.lora.reading import NOBODY, compute_dtype
 

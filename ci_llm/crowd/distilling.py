@@ -32,11 +32,11 @@ from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.merging import Distillation
 from ci_llm.crowd.next_token import Decoding, TokenIds, num_positions
 from ci_llm.crowd.pretrained import Pretrained
-from ci_llm.data.batches import Batch, Owned, Packable, pack
+from ci_llm.data.batches import Batch, Owned, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import Prompter, last_answer, prompts_of_file
 from ci_llm.data.sources import load_rows
-from ci_llm.embedded.stories import SPLITS, rows, task_rows
+from ci_llm.embedded import SPLITS, rows, task_rows
 from ci_llm.errors import BadInput
 from ci_llm.lora.settings import LoraSettings
 
@@ -56,8 +56,8 @@ class Lesson:
         control: training rows, and the start's own answers.
     """
 
-    student: Sequence[Packable]
-    control: Sequence[Packable]
+    student: Sequence[Example]
+    control: Sequence[Example]
 
 
 def distil(saved: Pretrained, config: Config, how: Distillation) -> tuple[Adapter, Adapter]:

@@ -27,7 +27,7 @@ from ci_llm.data.prompts import Prompter
 from ci_llm.errors import ModelError
 from ci_llm.lora import kernels, passes
 from ci_llm.lora.attention import Way, choose_way, name_of
-from ci_llm.lora.packed import Packed
+from ci_llm.lora.kernels import Packed
 from ci_llm.lora.reading import NOBODY, compute_dtype
 from ci_llm.lora.settings import LoraSettings
 

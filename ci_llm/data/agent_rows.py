@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import xxhash
 
-from ci_llm.data.dealing import Plan
 from ci_llm.data.encoder import Example
+from ci_llm.data.order import Plan
 from ci_llm.data.rows import TrainedOn
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.data.units import Unit

@@ -8,29 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ci_llm.data.encoder import Example
 from ci_llm.data.units import Unit
 
-
-class Packable(Protocol):
-    """A tokenised row: `input_ids` [n], and `supervised` [n], True where a token is a target."""
-
-    @property
-    def input_ids(self) -> np.ndarray[Any, Any]: ...
-    @property
-    def supervised(self) -> np.ndarray[Any, Any]: ...
-
-
-class PackableRows(Protocol):
-    """A data set of tokenised rows, the same row for the same number in every process."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, number: int, /) -> Packable: ...
+if TYPE_CHECKING:
+    from ci_llm.data.tokens import TokenizedRows
 
 
 @dataclass(frozen=True)
@@ -136,7 +124,7 @@ def of_agents(micro_batches: Sequence[MicroBatch], places: Sequence[int]) -> lis
     return found  # type: ignore[return-value]
 
 
-def pack(examples: Sequence[Packable], sample_ids: Sequence[int]) -> Batch:
+def pack(examples: Sequence[Example], sample_ids: Sequence[int]) -> Batch:
     """Lay the rows end to end; a pair is two rows.
 
     Raises:
@@ -181,7 +169,7 @@ def pack(examples: Sequence[Packable], sample_ids: Sequence[int]) -> Batch:
     )
 
 
-def in_order(rows: PackableRows, size: int) -> Iterator[Batch]:
+def in_order(rows: Sequence[Example] | TokenizedRows, size: int) -> Iterator[Batch]:
     """All rows in their order, at most `size` in a batch."""
     for at in range(0, len(rows), size):
         part = range(at, min(at + size, len(rows)))

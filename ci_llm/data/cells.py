@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from ci_llm.data.raw_rows import RawRow, from_json, without_nothing
-from ci_llm.data.rows import Message
+from ci_llm.data.rows import Message, RawRow, from_json, without_nothing
 
 #: Names of speakers, as in ShareGPT and its relatives, and the roles that chat templates know.
 ROLES: Final[Mapping[str, str]] = {

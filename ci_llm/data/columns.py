@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ci_llm.config.parsing import nearest
 from ci_llm.data.cells import ROLES, messages_of, numbers_of, text_of, tools_of
-from ci_llm.data.raw_rows import RawRow
-from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Form, Labelled, Message, Pair, Prompted, Rated, Row, Tokens
+from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Form, Labelled, Message, Pair, Prompted, Rated, Tokens
 from ci_llm.errors import DataError
 
 if TYPE_CHECKING:
+    from ci_llm.data.rows import RawRow, Row
     from ci_llm.objectives import RowKind
 
 # ------------------------------------------------------------------------------------------- parts to rows
@@ -349,15 +349,15 @@ _PROMPTED: Final = (
 _NAMED_TEXT: Final = _Dialect(_read_text, "text")
 _NAMED_PAIR: Final = _Dialect(_read_pair, f"prompt=PROMPTS answer=ANSWERS history? {_CHAT}")
 
-#: What agents are asked, in rows that may have no answer; a text goes on.
-_ASKED: Final = (
+#: How prompts are read, with or without their answers; a text goes on.
+ASKED: Final = (
     _Dialect(_read_prompted, f"messages=MESSAGES {_CHAT}", "prompts"),
     _Dialect(_read_prompted, f"prompt=prompt|question|instruction {_PARTS}", "prompts"),
     _Dialect(_read_prompted, "text=TEXTS", "prompts"),
     _Dialect(_read_prompted, f"prompt=PROMPTS {_PARTS}", "prompts"),
 )
-#: What is scored: a text or messages, or a prompt and its answer.
-_SCORED: Final = (
+#: How what is scored is read: a text or messages, or a prompt and its answer.
+SCORED: Final = (
     _Dialect(_read_text, "text=text|sentence|messages"),
     _Dialect(_read_pair, "prompt=prompt|question|instruction answer=completion|answer|response|output|chosen"),
 )
@@ -400,7 +400,7 @@ _WANTED: Final = (
 )
 
 
-def _first(dialects: Sequence[_Dialect], columns: Sequence[str], known: Names = _ALL_FOUND) -> Form | None:
+def first_form(dialects: Sequence[_Dialect], columns: Sequence[str], known: Names = _ALL_FOUND) -> Form | None:
     """The first form whose columns are all there; see `_Dialect.found_in`."""
     return next(filter(None, (each.found_in(columns, known) for each in dialects)), None)
 
@@ -414,17 +414,7 @@ def find_form(columns: Sequence[str], wanted: RowKind | None = "single", known: 
     """
     dialects = _PROMPTED if wanted == "prompts" else _DIALECTS
     fitting = [each for each in dialects if wanted in (None, each.kind) and known.keys() <= each.needs]
-    return _first(fitting, columns, known)
-
-
-def form_to_ask(columns: Sequence[str]) -> Form | None:
-    """How prompts are read, with or without their answers."""
-    return _first(_ASKED, columns)
-
-
-def form_to_score(columns: Sequence[str]) -> Form | None:
-    """How texts to be scored are read, or prompts with their answers."""
-    return _first(_SCORED, columns)
+    return first_form(fitting, columns, known)
 
 
 def form_of_columns(

@@ -31,7 +31,7 @@ from ci_llm.config.parsing import hint_for_missing
 from ci_llm.core.durable import locked, make_folders, new_folder
 from ci_llm.core.remote import cache_folder
 from ci_llm.data.formats import find_format, format_named, known_endings
-from ci_llm.data.raw_rows import EVAL_SPLITS, JsonRows, empty
+from ci_llm.data.rows import EVAL_SPLITS, JsonRows, empty
 from ci_llm.errors import DataError, first_line
 
 #: Error numbers of a disk that is full, missing or not writable.

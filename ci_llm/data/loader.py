@@ -22,7 +22,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.data.agent_rows import Courses
-from ci_llm.data.batches import MicroBatch, Owned, Packable, pack
+from ci_llm.data.batches import MicroBatch, Owned, pack
+from ci_llm.data.encoder import Example
 from ci_llm.interrupts import ignore_signals, worker_context
 
 
@@ -80,7 +81,7 @@ class Unpacked:
         owned: for each course that has rows here its agents, the rows and their numbers.
     """
 
-    owned: Sequence[tuple[tuple[int, ...], list[Packable], list[int]]]
+    owned: Sequence[tuple[tuple[int, ...], list[Example], list[int]]]
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The micro-batch on `device`; empty if it has no row.

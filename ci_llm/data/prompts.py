@@ -21,8 +21,7 @@ import numpy as np
 
 from ci_llm.data.cells import is_unicode, messages_of, tools_of
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE, Encoder, Example, chat_template
-from ci_llm.data.raw_rows import RawRow, kept
-from ci_llm.data.rows import Chat, Completion, Message, Prompted, PromptForm, Rows
+from ci_llm.data.rows import Chat, Completion, Message, Prompted, PromptForm, RawRow, Rows, kept
 from ci_llm.data.turns import CALL, RefusedRowError
 from ci_llm.data.units import branches_of
 from ci_llm.errors import DataError
@@ -319,9 +318,9 @@ def texts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) ->
     Raises:
         DataError: no column is recognised, or a row has no text.
     """
-    from ci_llm.data.columns import form_to_score
+    from ci_llm.data.columns import SCORED, first_form
 
-    if (form := form_to_score(columns)) is None:
+    if (form := first_form(SCORED, columns)) is None:
         raise DataError(
             f"No column holds a text; the columns are: {', '.join(columns)}.",
             where=where,
@@ -343,9 +342,9 @@ def prompts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) 
     Raises:
         DataError: no column is recognised, or a row has no prompt.
     """
-    from ci_llm.data.columns import form_to_ask
+    from ci_llm.data.columns import ASKED, first_form
 
-    if (form := form_to_ask(columns)) is None:
+    if (form := first_form(ASKED, columns)) is None:
         what = f"No column holds a prompt; the columns are: {', '.join(columns)}."
         raise DataError(what, where=where, hint="name the column prompt, question, instruction, text or messages")
     prompts = list[Prompt]()

@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from jinja2 import Template, TemplateError, nodes
+from jinja2.visitor import NodeTransformer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,7 +96,7 @@ def _compiled(template: str) -> tuple[Template, bool, tuple[str, ...]]:
     asking = tree.find_all((nodes.Compare, nodes.Call, nodes.Filter))
     words = {part.value for each in asking for part in each.find_all(nodes.Const) if isinstance(part.value, str)}
     marks = {word for word in words if word.strip() and not word.replace("_", "").isalnum() and len(word) < _LONG}
-    noting.mark(tree)
+    noting.visit(tree)
     tree.set_environment(environment)
     code = environment.compile(tree)
     compiled = Template.from_code(environment, code, environment.make_globals(None))
@@ -166,36 +167,34 @@ class _Notes:
         return f"{_NOTE}{loop}{_NOTE}" if self.bound.pop(loop, None) is not None else ""
 
 
-class _Noting:
-    """Puts the notes into a template."""
+class _Noting(NodeTransformer):
+    """Puts the notes into a template; a node is visited with the number of the loop that it is in."""
 
     def __init__(self) -> None:
         self.loops = self.generations = 0
 
-    def mark(self, node: Any, loop: int | None = None) -> None:
-        """Go through a node, inside of a loop."""
-        for _, value in node.iter_fields():
-            if isinstance(value, nodes.Node):
-                self.mark(value, loop)
-            elif isinstance(value, list):
-                for part in [part for part in value if isinstance(part, nodes.Node)]:
-                    value[value.index(part) : value.index(part) + 1] = self._marked(part, loop)
+    def visit_For(self, node: nodes.For, loop: int | None = None) -> Any:  # noqa: N802 - jinja2 calls it by the class
+        if not (isinstance(node.target, nodes.Name) and _speaks(node)):
+            return self.generic_visit(node, loop)
+        self.loops += 1
+        number = self.loops
+        self.generic_visit(node, number)
+        node.body.insert(0, _note(node, "_note_taken", number, node.target.name))
+        return [node, _note(node, "_note_left", number)]
 
-    def _marked(self, node: Any, loop: int | None) -> list[Any]:
-        if isinstance(node, nodes.For) and isinstance(node.target, nodes.Name) and _speaks(node):
-            self.loops += 1
-            number = self.loops
-            self.mark(node, number)
-            node.body.insert(0, _note(node, "_note_taken", number, node.target.name))
-            return [node, _note(node, "_note_left", number)]
-        self.mark(node, loop)
-        if isinstance(node, nodes.Assign) and isinstance(node.target, nodes.Name) and loop:
-            return [node, _note(node, "_note_set", loop, node.target.name)]
-        if isinstance(node, nodes.CallBlock) and getattr(node.call.node, "name", "") == "_generation_support":
+    def visit_Assign(self, node: nodes.Assign, loop: int | None = None) -> Any:  # noqa: N802
+        self.generic_visit(node, loop)
+        if not (loop and isinstance(node.target, nodes.Name)):
+            return node
+        return [node, _note(node, "_note_set", loop, node.target.name)]
+
+    def visit_CallBlock(self, node: nodes.CallBlock, loop: int | None = None) -> Any:  # noqa: N802
+        self.generic_visit(node, loop)
+        if getattr(node.call.node, "name", "") == "_generation_support":
             self.generations += 1
             around = [nodes.Output([nodes.TemplateData(f"{_NOTE}{edge}{_NOTE}")], lineno=node.lineno) for edge in "+-"]
             node.body = [around[0], *node.body, around[1]]
-        return [node]
+        return node
 
 
 def _speaks(loop: Any) -> bool:

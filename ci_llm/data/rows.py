@@ -1,6 +1,6 @@
-"""Canonical rows: a chat, text with its completion, token ids, a pair, or a row with a rating or a label.
+"""Rows as they were found, and in canonical form: a chat, a completion, token ids, a pair, a rated or labelled row.
 
-`Form` makes one of the cells of a raw row; `Rows` are those of a data set.
+A raw row has named values. `Form` makes a canonical row of its cells; `Rows` are those of a data set.
 """
 
 from __future__ import annotations
@@ -11,15 +11,106 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import xxhash
 
-from ci_llm.data.raw_rows import RawRow, RawRows, from_json, kept
 from ci_llm.errors import DataError
 
 if TYPE_CHECKING:
     from ci_llm.objectives import RowKind
+
+RawRow = Mapping[str, Any]
+
+#: JSON as rows hold it. NaN is nothing: pandas writes it where a value is missing.
+DECODER: Final = json.JSONDecoder(parse_constant=lambda name: None if name == "NaN" else float(name))
+
+#: Names of splits to evaluate on, the first that exists is taken: whatever a run chooses by them, it leaves the test
+#: rows for a last evaluation.
+EVAL_SPLITS: Final = ("validation", "valid", "val", "dev", "eval", "test")
+
+
+class ListedRows(list[Any]):
+    """Rows in a list, which all have the same columns: the embedded ones need not load `datasets`."""
+
+    @property
+    def column_names(self) -> list[str]:
+        return [*self[0]]
+
+    def select(self, numbers: Sequence[int]) -> ListedRows:
+        """Some of the rows."""
+        return ListedRows(self[number] for number in numbers)
+
+    def select_columns(self, names: Sequence[str]) -> ListedRows:
+        """All rows with these columns only."""
+        return ListedRows({name: row[name] for name in names} for row in self)
+
+
+@dataclass(frozen=True)
+class JsonRows:
+    """Rows that are kept as JSON: each value has the type that is written, whatever the other rows hold.
+
+    Attributes:
+        texts: rows whose only column is `TEXT`, an object in JSON.
+        column_names: the columns that are read; what a row lacks is None.
+    """
+
+    TEXT: ClassVar = "row"
+
+    texts: Any
+    column_names: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self._decoded(self.texts[number])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(self._decoded, self.texts)
+
+    def select(self, numbers: Sequence[int]) -> JsonRows:
+        """Some of the rows."""
+        return replace(self, texts=self.texts.select(numbers))
+
+    def select_columns(self, names: Sequence[str]) -> JsonRows:
+        """All rows with these columns only."""
+        return replace(self, column_names=tuple(names))
+
+    def _decoded(self, kept: RawRow) -> dict[str, Any]:
+        row = DECODER.decode(kept[self.TEXT])
+        return {name: row.get(name) for name in self.column_names}
+
+
+def kept(rows: Any, row: RawRow) -> RawRow:
+    """A row without what is NaN, or a key that Arrow adds because other rows have it; JSON is kept as it is."""
+    cleaned: RawRow = row if isinstance(rows, JsonRows | ListedRows) else without_nothing(row)
+    return cleaned
+
+
+def from_json(value: Any) -> Any:
+    """The value of a string that holds a JSON list or object; anything else as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:  # a text that begins with a bracket
+        return value
+
+
+def without_nothing(value: Any) -> Any:
+    """Without the keys that Arrow adds as null, because other rows have them, and without what is NaN."""
+    if isinstance(value, Mapping):
+        return {key: without_nothing(part) for key, part in value.items() if part is not None and part == part}
+    if isinstance(value, list) and value and isinstance(value[0], Mapping | list):  # not each of many token ids
+        return [without_nothing(part) for part in value]
+    return value
+
+
+def empty(where: str) -> DataError:
+    """The error for a data set without a row."""
+    return DataError("The data set is empty.", where=where, hint="give one with rows, or another split")
+
 
 #: The label of a token that is not learned, as in PyTorch and Transformers.
 NOT_LEARNED: Final = -100
@@ -61,13 +152,6 @@ class Chat:
     tools: tuple[Any, ...] = field(default=(), hash=False)
 
     @property
-    def question(self) -> str | None:
-        """The last words of the user before the last answer that is learned."""
-        backwards = iter(reversed(self.messages))
-        answered = any(m.role == "assistant" and m.learned for m in backwards)
-        return next((m.content for m in backwards if m.role == "user"), None) if answered else None
-
-    @property
     def marked(self) -> list[int]:
         """The numbers of the answers that are marked as not to be learned."""
         return [number for number, message in enumerate(self.messages) if not message.learned]
@@ -90,10 +174,6 @@ class Completion:
     prompt: str | None
     completion: str
 
-    @property
-    def question(self) -> str | None:
-        return self.prompt
-
 
 @dataclass(frozen=True)
 class Tokens:
@@ -101,10 +181,6 @@ class Tokens:
 
     input_ids: tuple[int, ...]
     labels: tuple[int, ...] | None = None
-
-    @property
-    def question(self) -> str | None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -115,10 +191,6 @@ class Pair:
     rejected: Chat | Completion
     margin: float | None = None
 
-    @property
-    def question(self) -> str | None:
-        return self.chosen.question
-
 
 @dataclass(frozen=True)
 class Rated:
@@ -127,10 +199,6 @@ class Rated:
     row: Chat | Completion
     good: bool
 
-    @property
-    def question(self) -> str | None:
-        return self.row.question
-
 
 @dataclass(frozen=True)
 class Labelled:
@@ -138,10 +206,6 @@ class Labelled:
 
     row: Chat | Completion
     label: str | float
-
-    @property
-    def question(self) -> str | None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -154,10 +218,6 @@ class Prompted:
 
     row: Chat | Completion
     digest: str = ""
-
-    @property
-    def question(self) -> str | None:
-        return self.row.messages[-1].content if isinstance(self.row, Chat) else self.row.completion
 
 
 SingleRow = Chat | Completion | Tokens
@@ -220,7 +280,7 @@ class Rows:
     """Rows in canonical form.
 
     Attributes:
-        raw: the rows as they were found.
+        raw: the rows as they were found: a `datasets.Dataset`, `JsonRows` or `ListedRows`.
         form: how they are read.
         where: the source, in words.
         description: what was found, in lines for people.
@@ -230,7 +290,7 @@ class Rows:
         are_answers: true if the preferred answers of pairs and rated rows are read, as single rows.
     """
 
-    raw: RawRows
+    raw: Any
     form: Form
     where: str
     description: tuple[str, ...] = ()
@@ -257,13 +317,11 @@ class Rows:
         """
         with self._text_as_utf8():
             for number, row in enumerate(self.raw):
-                found = self._read(number, row)
-                yield preferred(found) if self.are_answers else found
+                yield self._read(number, row)
 
     def __getitem__(self, number: int) -> Row | None:
         with self._text_as_utf8():
-            found = self._read(number, self.raw[number])
-            return preferred(found) if self.are_answers else found
+            return self._read(number, self.raw[number])
 
     @contextmanager
     def _text_as_utf8(self) -> Iterator[None]:
@@ -286,8 +344,10 @@ class Rows:
 
     def select(self, chosen: Sequence[int]) -> Rows:
         """Some of the rows, each under its old number."""
-        numbers = array("q", (self.numbers[row] for row in chosen)) if self.numbers else chosen
-        return replace(self, raw=self.raw.select(chosen), numbers=numbers)
+        return replace(self, raw=self.raw.select(chosen), numbers=self._numbers_of(chosen))
+
+    def _numbers_of(self, chosen: Sequence[int]) -> Sequence[int]:
+        return array("q", (self.numbers[row] for row in chosen)) if self.numbers else chosen
 
     def place(self, number: int) -> str:
         """The place of a row in its source, in words."""
@@ -300,11 +360,12 @@ class Rows:
     @property
     def column_sets(self) -> list[Sequence[str]]:
         """The columns of every data set among these."""
-        return [self.raw.column_names]  # type: ignore[attr-defined]  # of rows that are joined it is another one
+        return [self.raw.column_names]
 
     def _read(self, number: int, row: RawRow) -> Row | None:
         try:
-            return self.form.read(kept(self.raw, row))
+            found = self.form.read(kept(self.raw, row))
+            return preferred(found) if self.are_answers else found
         except ValueError as error:
             raise DataError(
                 f"A row of the data set cannot be read as {self.form.name}: {error}.",
@@ -319,6 +380,19 @@ class Rows:
         for row in self:
             digest.update(json.dumps(row, default=_attributes).encode())
         return digest.hexdigest()
+
+
+def question_of(row: Row | None) -> str | None:
+    """What a row asks, in words: of a chat the last words of the user before the last answer that is learned."""
+    if isinstance(row, Pair | Rated):
+        row = row.chosen if isinstance(row, Pair) else row.row
+    elif isinstance(row, Prompted):
+        return row.row.messages[-1].content if isinstance(row.row, Chat) else row.row.completion
+    if not isinstance(row, Chat):
+        return row.prompt if isinstance(row, Completion) else None
+    backwards = iter(reversed(row.messages))
+    answered = any(m.role == "assistant" and m.learned for m in backwards)
+    return next((m.content for m in backwards if m.role == "user"), None) if answered else None
 
 
 def preferred(row: Row | None) -> Row | None:

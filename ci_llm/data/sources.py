@@ -19,8 +19,7 @@ from ci_llm.core.quantities import count
 from ci_llm.core.remote import may_be_on_hub
 from ci_llm.data.columns import form_of_columns, shown
 from ci_llm.data.order import permute
-from ci_llm.data.raw_rows import EVAL_SPLITS, ListedRows, empty
-from ci_llm.data.rows import Row, Rows
+from ci_llm.data.rows import EVAL_SPLITS, ListedRows, Row, Rows, empty, preferred
 from ci_llm.errors import DataError
 
 if TYPE_CHECKING:
@@ -74,63 +73,50 @@ def is_on_hub(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Joined:
-    """Rows of several data sets, one after the other, already in canonical form.
+class _MixedRows(Rows):
+    """The rows of several data sets, one after the other, each read by its own data set.
 
     Attributes:
-        numbers: which of them, counted through all data sets; None: all.
+        raw: the data sets; `numbers` are counted through all of them.
     """
 
-    parts: tuple[Rows, ...]
-    numbers: Sequence[int] | None = None
+    raw: tuple[Rows, ...]
 
     def __len__(self) -> int:
         return self._ends[-1] if self.numbers is None else len(self.numbers)
 
     def __iter__(self) -> Iterator[Row | None]:
-        if self.numbers is None:
-            return chain.from_iterable(self.parts)
-        return map(self.__getitem__, range(len(self.numbers)))
+        every = chain.from_iterable(self.raw) if self.numbers is None else map(self.__getitem__, range(len(self)))
+        return map(preferred, every) if self.are_answers else every
 
     def __getitem__(self, number: int) -> Row | None:
-        part, row = self.locate(number)
-        return part[row]
+        part, row = self._locate(number)
+        return preferred(part[row]) if self.are_answers else part[row]
 
-    def select(self, chosen: Sequence[int]) -> _Joined:
-        """Some of the rows."""
-        return replace(self, numbers=chosen if self.numbers is None else [self.numbers[row] for row in chosen])
-
-    def locate(self, number: int) -> tuple[Rows, int]:
-        """The data set of a row, and its number there."""
-        number = number if self.numbers is None else self.numbers[number]
-        part = bisect_right(self._ends, number)
-        return self.parts[part], number - self._ends[part] + len(self.parts[part])
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        return [*accumulate(map(len, self.parts))]
-
-
-@dataclass(frozen=True)
-class _MixedRows(Rows):
-    """Rows whose source is one of several."""
-
-    raw: _Joined
+    def select(self, chosen: Sequence[int]) -> Rows:
+        return replace(self, numbers=self._numbers_of(chosen))
 
     def place(self, number: int) -> str:
-        part, row = self.raw.locate(number)
+        part, row = self._locate(number)
         return part.place(row)
 
     def cells(self, number: int) -> tuple[Any, str]:
-        part, row = self.raw.locate(number)
+        part, row = self._locate(number)
         return part.cells(row)
 
     @property
     def column_sets(self) -> list[Sequence[str]]:
-        return [columns for part in self.raw.parts for columns in part.column_sets]
+        return [columns for part in self.raw for columns in part.column_sets]
 
-    def _read(self, number: int, row: Any) -> Row | None:
-        return row  # type: ignore[no-any-return]  # its own data set has read it
+    def _locate(self, number: int) -> tuple[Rows, int]:
+        """The data set of a row, and its number there."""
+        number = number if self.numbers is None else self.numbers[number]
+        part = bisect_right(self._ends, number)
+        return self.raw[part], number - self._ends[part] + len(self.raw[part])
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return [*accumulate(map(len, self.raw))]
 
 
 def join(parts: Sequence[Rows]) -> Rows:
@@ -139,24 +125,23 @@ def join(parts: Sequence[Rows]) -> Rows:
     Raises:
         DataError: the data sets hold rows of different kinds.
     """
+    where = ", ".join(part.where for part in parts)
     if len({part.form.kind for part in parts}) > 1:
         raise DataError(
             "Some of these data sets hold single rows, and others pairs or rated ones: an objective takes one kind.",
-            where=", ".join(part.where for part in parts),
+            where=where,
             hint="train on one kind at a time: init_from begins where another run ended",
         )
-    joined = _Joined(tuple(parts))
-    lines = [line for part in parts for line in part.description]
-    lines.insert(0, f"{len(joined)} rows of {len(parts)} data sets, one after the other")
-    where = ", ".join(part.where for part in parts)
+    told = f"{sum(map(len, parts))} rows of {len(parts)} data sets, one after the other"
+    lines = (told, *(line for part in parts for line in part.description))
     are_of_test = any(part.are_of_test for part in parts)
-    rows = _MixedRows(joined, parts[0].form, where, tuple(lines), are_of_test=are_of_test)
+    rows = _MixedRows((*parts,), parts[0].form, where, lines, are_of_test=are_of_test)
     return rows.evaluated_although_trained_on(sum(part.num_trained_on for part in parts))
 
 
 def joined_sizes(rows: Rows) -> list[int]:
     """The number of rows of each data set in what `join` returned; one number for other rows."""
-    return [*map(len, rows.raw.parts)] if isinstance(rows, _MixedRows) else [len(rows)]
+    return [*map(len, rows.raw)] if isinstance(rows, _MixedRows) else [len(rows)]
 
 
 #: Without a split to evaluate on, a tenth of the rows is held out, at most this many. The number must not depend on
@@ -366,13 +351,18 @@ class _DataSet:
 
     def _taken(self, total: int, count: int) -> list[int]:
         """`count` different rows out of `total`, in order. Files are often sorted, or alike in every tenth row."""
-        if _is_spread(self.name):
+        if self._is_spread:
             return [number * total // count for number in range(count)]
         return sorted(permute(at, total, seed=self.config.seed, epoch=_DRAW) for at in range(count))
 
     @property
+    def _is_spread(self) -> bool:
+        """True if rows are taken evenly: the embedded ones, which have no order that could repeat."""
+        return self.name == "embedded"
+
+    @property
     def _how(self) -> str:
-        return "evenly spread" if _is_spread(self.name) else f"drawn by seed {self.config.seed}"
+        return "evenly spread" if self._is_spread else f"drawn by seed {self.config.seed}"
 
     def _where(self, split: str) -> str:
         return f"{self.name}, split {split}"
@@ -391,11 +381,6 @@ def _place(name: str) -> str:
 
 #: The epoch of the permutation by which rows are drawn; no epoch of a training has this number.
 _DRAW: Final = -1
-
-
-def _is_spread(name: str) -> bool:
-    """True if rows of a data set are taken evenly: the embedded ones, which have no order that could repeat."""
-    return name == "embedded"
 
 
 def row_kind(config: Config) -> RowKind | None:

@@ -11,10 +11,10 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, Final
@@ -95,7 +95,7 @@ class TokenizedRows:
     path: Path
 
     def __len__(self) -> int:
-        return self._num_rows
+        return int(self._table.num_rows)
 
     def __getitem__(self, number: int) -> Example:
         """Example `number`.
@@ -104,8 +104,7 @@ class TokenizedRows:
             IndexError: there are not so many.
             DataError: it is not what was written. The file is removed then.
         """
-        chunk, row = divmod(range(len(self))[number], self._chunk_rows)
-        columns = self._file.get_batch(chunk)
+        row, columns = range(len(self))[number], self._table
         example = Example(_numbers(columns["input_ids"][row].values), _numbers(columns["supervised"][row].values, bool))
         if flat := columns["spans"][row].as_py():
             spans = tuple(zip(flat[::2], flat[1::2], strict=True))
@@ -138,9 +137,7 @@ class TokenizedRows:
     @cached_property
     def row_numbers(self) -> list[int]:
         """The number in `rows` of each tokenised row."""
-        return [
-            number for chunk in range(self._num_chunks) for number in self._file.get_batch(chunk)["row"].to_pylist()
-        ]
+        return self._table["row"].to_pylist()  # type: ignore[no-any-return]
 
     def num_in(self, others: TokenizedRows) -> int:
         """The number of these rows that have the same token ids as one of the others, in all of their blocks."""
@@ -156,7 +153,7 @@ class TokenizedRows:
         Raises:
             DataError: a row has such a token.
         """
-        for chunk in map(self._file.get_batch, range(self._num_chunks)):
+        for chunk in self._table.to_batches():
             ids = _numbers(chunk["input_ids"].flatten())
             beyond = np.flatnonzero(ids >= count)
             if len(beyond):
@@ -170,32 +167,22 @@ class TokenizedRows:
 
     @property
     def _digests(self) -> np.ndarray:
-        chunks = (self._file.get_batch(chunk)["digest"] for chunk in range(self._num_chunks))
-        return np.concatenate([_numbers(digests, np.uint64) for digests in chunks])
-
-    @property
-    def _num_chunks(self) -> int:
-        return int(self._file.num_record_batches) - 1  # the last batch says what was found in all rows
-
-    @cached_property
-    def _chunk_rows(self) -> int:
-        """Rows of every chunk, except that the last one may have fewer."""
-        return int(self._file.get_batch(0).num_rows)
-
-    @cached_property
-    def _num_rows(self) -> int:
-        last = self._num_chunks - 1
-        return last * self._chunk_rows + int(self._file.get_batch(last).num_rows)
+        return np.concatenate([_numbers(digests, np.uint64) for digests in self._table["digest"].chunks])
 
     @cached_property
     def facts(self) -> Facts:
         """What is known of all rows together."""
-        _, metadata = self._file.get_batch_with_custom_metadata(self._file.num_record_batches - 1)
+        file = _opened(self.path)
+        _, metadata = file.get_batch_with_custom_metadata(file.num_record_batches - 1)
         return Facts(**json.loads(metadata[FACTS]))
 
     @cached_property
-    def _file(self) -> Any:
-        return pa.ipc.open_file(pa.memory_map(str(self.path)))
+    def _table(self) -> Any:
+        return _opened(self.path).read_all()
+
+
+def _opened(path: Path) -> Any:
+    return pa.ipc.open_file(pa.memory_map(str(path)))
 
 
 def _default_cache() -> Path:
@@ -265,7 +252,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def _is_whole(path: Path) -> bool:
     """True if the file is there, to its end, with the columns of this version. A row is checked when it is read."""
     try:
-        file = pa.ipc.open_file(pa.memory_map(str(path)))
+        file = _opened(path)
         _, metadata = file.get_batch_with_custom_metadata(file.num_record_batches - 1)
         return FACTS in (metadata or {}) and file.schema.equals(SCHEMA)
     except FileNotFoundError:
@@ -292,7 +279,7 @@ def _write(path: Path, rows: Rows, encoder: Encoder, tally: Tally, *, evaluated:
         raise tally.nothing_left(rows, evaluated=evaluated)
     try:
         make_folders(path.parent)
-        write_parts(path, _arrow_file(_batches(rows, encoder, tally, first, kept)))
+        write_parts(path, _arrow_file(chain([first], kept), partial(_facts, rows, encoder, tally, first)))
     except OSError as error:
         raise DataError(
             f"The tokenised rows cannot be kept: {error.strerror}.",
@@ -317,30 +304,30 @@ class _Written(io.BytesIO):
         return part
 
 
-def _arrow_file(batches: Iterator[tuple[Any, dict[bytes, str] | None]]) -> Iterator[bytes]:
-    """The bytes of an Arrow file of record batches with their metadata."""
-    written = _Written()
+def _arrow_file(examples: Iterator[tuple[int, Example]], facts: Callable[[str], Facts]) -> Iterator[bytes]:
+    """The bytes of an Arrow file: batches of rows, and last an empty one with the facts, known only after all rows.
+
+    Args:
+        facts: takes the fingerprint.
+    """
+    written, digest = _Written(), xxhash.xxh3_128()
     with pa.ipc.new_file(written, SCHEMA) as writer:
-        for batch, metadata in batches:
-            writer.write_batch(batch, custom_metadata=metadata)
+        while chunk := list(islice(examples, ROWS_PER_CHUNK)):
+            writer.write_batch(_batch([*zip(*(_cells(*each, digest) for each in chunk), strict=True)]))
             yield written.take()
+        found = json.dumps(asdict(facts(digest.hexdigest())))
+        writer.write_batch(_batch([()] * len(SCHEMA)), custom_metadata={FACTS: found})
     yield written.take()
 
 
-def _batches(
-    rows: Rows, encoder: Encoder, tally: Tally, first: tuple[int, Example], rest: Iterator[tuple[int, Example]]
-) -> Iterator[tuple[Any, dict[bytes, str] | None]]:
-    """Batches of rows, and last an empty one with what is known only when all rows are tokenised."""
-    digest = xxhash.xxh3_128()
-    for chunk in _chunks(chain([first], rest), digest):
-        yield chunk, None
+def _facts(rows: Rows, encoder: Encoder, tally: Tally, first: tuple[int, Example], fingerprint: str) -> Facts:
     lines = [
         encoder.describe(rows[first[0]]),
         *tally.lines(),
         f"first row, {_SHOWN_AS.get(rows.form.kind, 'learned in ⟦ ⟧')}: {_shown(first[1], encoder, tally.classes)}",
     ]
-    facts = Facts(
-        fingerprint=digest.hexdigest(),
+    return Facts(
+        fingerprint=fingerprint,
         tokens=tally.tokens,
         targets=tally.targets,
         longest=min(tally.longest, tally.max_seq_length),
@@ -351,12 +338,6 @@ def _batches(
         lines=lines,
         warnings=[*tally.warnings()],
     )
-    yield _batch([()] * len(SCHEMA)), {FACTS: json.dumps(asdict(facts))}
-
-
-def _chunks(examples: Iterator[tuple[int, Example]], digest: Any) -> Iterator[Any]:
-    while chunk := list(islice(examples, ROWS_PER_CHUNK)):
-        yield _batch([*zip(*(_cells(number, example, digest) for number, example in chunk), strict=True)])
 
 
 def _cells(number: int, example: Example, digest: Any) -> tuple[Any, ...]:

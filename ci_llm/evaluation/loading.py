@@ -23,7 +23,7 @@ from ci_llm.crowd.importing import find_reference
 from ci_llm.crowd.next_token import num_positions
 from ci_llm.crowd.pretrained import Pretrained, calibration_path, given_names, open_base, open_pretrained
 from ci_llm.crowd.questions import Questions, judged_by
-from ci_llm.data.rows import Rows
+from ci_llm.data.rows import Rows, question_of
 from ci_llm.data.sources import joined_sizes, load_rows
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.errors import BadInput, CiLlmError, ConfigError, DataError
@@ -286,7 +286,7 @@ def refuse_unanswerable(job: Job) -> None:
 
     For plain text, refuse the options that need answers.
     """
-    if any(row is not None and row.question is not None for row in job.tokenized.rows):
+    if any(question_of(row) is not None for row in job.tokenized.rows):
         raise DataError(
             f"none of {len(job.tokenized)} rows has place for its answer within {job.config.max_seq_length} tokens",
             where=job.tokenized.rows.where,

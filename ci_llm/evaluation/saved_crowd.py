@@ -35,8 +35,8 @@ from ci_llm.crowd.rewarding import RewardScorer
 from ci_llm.crowd.scoring import AnswerScores, Scores, base_scores, best_agent, fields_of, score
 from ci_llm.crowd.uncertainty import Calibration, fit, of_text, signals
 from ci_llm.data.batches import in_order, pack
-from ci_llm.data.dealing import share
-from ci_llm.data.rows import Chat
+from ci_llm.data.order import share
+from ci_llm.data.rows import Chat, question_of
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.precision import autocast_dtype
 from ci_llm.errors import OutOfMemory
@@ -272,9 +272,8 @@ def _prompt(job: loading.Job, number: int) -> str:
     """The question as the user wrote it; for several turns, or rows of tokens, the text that the model reads."""
     row = job.tokenized.rows[job.tokenized.row_numbers[job.questions.rows[number]]]
     several = isinstance(row, Chat) and sum(message.role == "user" for message in row.messages) > 1
-    if row is None or row.question is None or several:
-        return job.crowd.prompter.text(job.questions.prompts[number])
-    return row.question
+    question = None if several else question_of(row)
+    return job.crowd.prompter.text(job.questions.prompts[number]) if question is None else question
 
 
 # Calibration

@@ -2,7 +2,7 @@
 
 `take` installs them in modules whose class looks as they expect, and `give_back` removes them. Whether they compute the
 same is decided by a trial (`ci_llm/run/one_layer.py`). `torch.compile` of the same functions gained nothing over them,
-cost 33 s and needed a compiler (benchmarks/README.md).
+cost 33 s and needed a compiler (benchmarks/README.md). `Packed` weights are for passes without gradients.
 
 A part stays as long as it saves a twentieth of the time, of what is kept for the backward pass, or of the kernels that
 a GPU starts for a step. By benchmarks/README.md plain code takes so many times as long as with this part alone:
@@ -19,6 +19,7 @@ V vocabulary; for joined layers the legend of `ci_llm/lora/products.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from types import FunctionType, MethodType
 from typing import Any, Final
@@ -29,10 +30,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ci_llm.base.quantized import QuantizedLinear
+from ci_llm.core.memory import free_host_memory
 from ci_llm.core.numerics import processor
 from ci_llm.lora.layer import AdaptedLinear
 from ci_llm.lora.passes import Head
-from ci_llm.lora.products import Stack, dense, low_rank_gradients, product
+from ci_llm.lora.products import LEAST_ROWS, Stack, dense, low_rank_gradients, product
 from ci_llm.lora.reading import compute_dtype
 
 #: The parts that `take` can make fast, in the order in which a run tries them.
@@ -220,9 +222,8 @@ class _JoinedLinears(torch.autograd.Function):
         x: Tensor,
         cast: Tensor,
         _anchor: Tensor,
-        layers: Sequence[nn.Linear | QuantizedLinear],
+        layers: Sequence[AdaptedLinear],
         stacks: Sequence[Stack],
-        by_onednn: bool,
     ) -> tuple[Tensor, ...]:
         (agents, rows, width), dtype = cast.shape, cast.dtype
         adapters = [stack.effective(dtype) for stack in stacks]
@@ -232,30 +233,26 @@ class _JoinedLinears(torch.autograd.Function):
         outputs, flat = [], cast.reshape(agents * rows, width)
         for layer, stack, (_, b), part in zip(layers, stacks, adapters, parts, strict=True):
             bias = None if layer.bias is None else layer.bias.to(dtype)
-            weight = layer if isinstance(layer, QuantizedLinear) else layer.weight
-            y = product(flat, dense(weight, dtype), bias, by_onednn=by_onednn).view(agents, rows, -1)
+            y = product(flat, dense(layer.base_layer, dtype), bias, by_onednn=layer.by_onednn).view(agents, rows, -1)
             outputs.append(y.baddbmm_(part, b.mT, alpha=stack.scaling))
-        stored = [layer.weight for layer in layers if isinstance(layer, nn.Linear)]
-        ctx.save_for_backward(cast, a, h, *(b for _, b in adapters), *stored)
-        ctx.layers, ctx.stacks, ctx.dtype, ctx.by_onednn = layers, stacks, x.dtype, by_onednn
+        ctx.save_for_backward(cast, a, h, *(b for _, b in adapters))
+        ctx.layers, ctx.stacks, ctx.dtype = layers, stacks, x.dtype
         return tuple(outputs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cast, a, h, *kept = ctx.saved_tensors
-        bs, stored = kept[: len(grads)], iter(kept[len(grads) :])
+        cast, a, h, *bs = ctx.saved_tensors
         agents, rows, _ = cast.shape
         grad_h, grad_x, grads_b, start = torch.empty_like(h), None, [], 0
         for layer, stack, grad, b in zip(ctx.layers, ctx.stacks, grads, bs, strict=True):
             grad, part = grad.contiguous(), slice(start, start + b.shape[2])
             grads_b.append(low_rank_gradients(grad, b, h[..., part], stack.scaling, into=grad_h[..., part])[1])
             start = part.stop
-            weight = next(stored) if isinstance(layer, nn.Linear) else layer
             if ctx.needs_input_grad[0]:
-                flat, weight = grad.view(agents * rows, -1), dense(weight, grad.dtype)
-                if ctx.by_onednn or grad_x is None:
-                    own = product(flat, weight.mT, by_onednn=ctx.by_onednn)
+                flat, weight = grad.view(agents * rows, -1), dense(layer.base_layer, grad.dtype)
+                if layer.by_onednn or grad_x is None:
+                    own = product(flat, weight.mT, by_onednn=layer.by_onednn)
                     grad_x = own if grad_x is None else grad_x.add_(own)
                 else:
                     grad_x.addmm_(flat, weight)
@@ -263,8 +260,8 @@ class _JoinedLinears(torch.autograd.Function):
         for stack, own_a, own_b in zip(ctx.stacks, grad_a, grads_b, strict=True):
             stack.add_gradients(own_a, own_b)
         if grad_x is None:
-            return (None,) * 6
-        return grad_x.view(cast.shape).baddbmm_(grad_h, a).to(ctx.dtype), None, None, None, None, None
+            return (None,) * 5
+        return grad_x.view(cast.shape).baddbmm_(grad_h, a).to(ctx.dtype), None, None, None, None
 
 
 class JoinedInput:
@@ -302,9 +299,7 @@ class JoinedInput:
         layers, stacks = [each for each in self._layers if each.name in chosen], [*chosen.values()]
         rows = (stacks[0].size, -1, layers[0].in_features)
         cast = layers[0].casts.input(x, compute_dtype(x)).reshape(rows)
-        outputs = _JoinedLinears.apply(
-            x.reshape(rows), cast, self._anchor, [each.base_layer for each in layers], stacks, layers[0].by_onednn
-        )
+        outputs = _JoinedLinears.apply(x.reshape(rows), cast, self._anchor, layers, stacks)
         return {name: y.view(*x.shape[:-1], y.shape[-1]) for name, y in zip(chosen, outputs, strict=True)}
 
     def _chosen(self, x: Tensor) -> dict[str, Stack]:
@@ -374,3 +369,90 @@ def is_fast(module: nn.Module, forward_of: Callable[[Any], Any]) -> bool:
     """True if the module has the fast forward that `forward_of` gives it."""
     own = vars(module).get("forward")
     return isinstance(own, MethodType) and own.__func__ is forward_of(module)
+
+
+#: The copy may take this share of the free memory.
+_PACKED_SHARE: Final = 1 / 8
+#: The rows of a trial.
+_TRIAL_ROWS: Final = (LEAST_ROWS, 17, 33)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The packed weights of a base, which make products of few rows by oneDNN faster on a CPU.
+
+    For a plain weight, oneDNN reorders the numbers in every product. A packed weight is a copy in that order. The
+    products have the same bits, which a trial shows for each shape, so it changes no result whether there is memory for
+    the copy.
+
+    Attributes:
+        dtype: that of the products.
+        weights: by layer, for those whose products have the bits of the plain weight.
+        head: the head of the base in `dtype`, packed as well if its products have these bits.
+        source: what tells that the plain weights are still those that were packed.
+    """
+
+    dtype: torch.dtype
+    weights: dict[nn.Module, Tensor]
+    head: Head
+    source: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, layers: Collection[AdaptedLinear], head: Head, dtype: torch.dtype, *, by_onednn: bool) -> Packed:
+        """Pack the weights of these layers and of the head in `dtype`; none of them without the memory for all.
+
+        Args:
+            by_onednn: how products with plain weights are computed; see `product`.
+        """
+        plain, source = _plain(layers), _source(layers, head)
+        weights, known, head = dict[nn.Module, Tensor](), dict[torch.Size, bool](), head.to(dtype)
+        numbers = head.weight.numel() + sum(weight.numel() for weight in plain.values())
+        is_onednn = head.weight.device.type == "cpu" and (by_onednn or dtype != torch.float32)  # MKL has other bits
+        if is_onednn and numbers * dtype.itemsize <= _PACKED_SHARE * free_host_memory()[0]:
+            for layer, weight in plain.items():
+                if (packed := _packed(dense(weight, dtype), known, by_onednn=by_onednn)) is not None:
+                    weights[layer] = packed
+            if (packed := _packed(head.weight, known, by_onednn=by_onednn)) is not None:
+                head = replace(head, weight=packed)
+        return cls(dtype, weights, head, source)
+
+    def is_of(self, layers: Collection[AdaptedLinear], head: Head, dtype: torch.dtype) -> bool:
+        """True if these are the packed weights of these layers and this head, which have not changed since."""
+        return self.dtype == dtype and self.source == _source(layers, head)
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of a crowd packs its own weights: torch cannot copy these."""
+
+
+def _plain(layers: Collection[AdaptedLinear]) -> dict[nn.Module, Tensor]:
+    """The weights of linear layers that are in the memory of this process, neither sharded nor quantised."""
+    linear = [layer for layer in layers if type(layer.base_layer) is nn.Linear]
+    found: dict[nn.Module, Any] = {layer: layer.base_layer.weight for layer in linear}
+    return {layer: weight for layer, weight in found.items() if type(weight) is nn.Parameter and not weight.is_meta}
+
+
+def _source(layers: Collection[AdaptedLinear], head: Head) -> tuple[Any, ...]:
+    weights = (*_plain(layers).values(), head.weight)
+    return tuple((weight.data_ptr(), None if weight.is_inference() else weight._version) for weight in weights)
+
+
+def _packed(weight: Tensor, known: dict[torch.Size, bool], *, by_onednn: bool) -> Tensor | None:
+    """A packed copy of the weight [out, in]; None if products with it have other bits than with the weight.
+
+    Args:
+        known: the outcome of earlier trials by shape; that of this one is added.
+    """
+    if known.get(weight.shape) is False:
+        return None
+    try:
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), LEAST_ROWS)
+        if weight.shape not in known:
+            random = torch.randn(max(_TRIAL_ROWS), weight.shape[1], generator=torch.Generator().manual_seed(0))
+            rows = random.to(weight.dtype)
+            known[weight.shape] = all(
+                torch.equal(*(product(rows[:count], each, by_onednn=by_onednn) for each in (weight, packed)))
+                for count in _TRIAL_ROWS
+            )
+    except (RuntimeError, AttributeError):  # this processor, or this build of torch, packs no weights of this dtype
+        known[weight.shape] = False
+    return packed if known[weight.shape] else None

@@ -65,8 +65,6 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         base, dtype = self.base_layer, compute_dtype(x)
-        weight: Any = base if isinstance(base, QuantizedLinear) else base.weight
-        is_linear = type(base) is nn.Linear or weight is base
         if self.joined is not None and torch.is_grad_enabled():
             found = self.joined.output(self, x)
             if found is not None:
@@ -74,24 +72,22 @@ class AdaptedLinear(nn.Module):
         # One tensor for the base and for dropout, so that their gradients are added before those of other layers.
         rows = x.reshape(-1, self.in_features)
         owned = self.owned(len(rows))
-        if not is_linear:
+        if not (type(base) is nn.Linear or isinstance(base, QuantizedLinear)):
             # Autocast, if it is on, casts the base's weights; `LowRank` casts the adapters to the dtype of its input.
             y = self._beside(base, rows.to(dtype), owned)
         else:
             cast = rows if x.dtype == dtype else self.casts.input(x, dtype).reshape(rows.shape)
-            y = self._fused(rows, cast, weight, owned)
+            y = self._fused(rows, cast, owned)
         return y.view(*x.shape[:-1], self.out_features)
 
-    def _fused(self, x: Tensor, cast: Tensor, weight: Any, owned: Owned) -> Tensor:
+    def _fused(self, x: Tensor, cast: Tensor, owned: Owned) -> Tensor:
         """y of a linear base layer [R, out]. A decoder calls it for every token: each operator and look-up counts."""
-        bias: Any = self.base_layer.bias
         dropped = self._dropped(x, owned)
         if not torch.is_grad_enabled():
-            weight = self.reading.packed.get(self, weight)
-            return with_adapters(cast, dropped, weight, bias, owned, self.reading.by_onednn)[0]
+            weight: Any = self.reading.packed.get(self, self.base_layer)
+            return with_adapters(cast, dropped, weight, self.bias, owned, self.reading.by_onednn)[0]
         parameters = [each for stack, _ in owned for each in self._parameters_of(stack)]
-        y: Tensor = FusedLinear.apply(x, cast, dropped, weight, bias, owned, self.by_onednn, *parameters)
-        return y
+        return FusedLinear.apply(x, cast, dropped, self, owned, *parameters)  # type: ignore[no-any-return]
 
     def owned(self, rows: int) -> list[tuple[Stack, slice]]:
         """The adapters that read an input of so many rows: equally many of neighbours of one shape as one batch.

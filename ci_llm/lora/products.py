@@ -114,40 +114,30 @@ class FusedLinear(torch.autograd.Function):
     backward pass. W is dequantised or cast once per pass for all agents, and again in the backward pass, because a
     copy of every layer would otherwise live until then. The gradients have the dtypes of x, A and B.
 
-    `dropped` holds z of the stacks that drop, one after the other. `parameters` hold the same numbers as the stacks:
-    for each stack A agent by agent, then B agent by agent. They are arguments because autograd returns gradients to
-    arguments only.
+    `layer` is the `AdaptedLinear`, whose frozen layer has W and b. `dropped` holds z of the stacks that drop, one after
+    the other. `parameters` hold the same numbers as the stacks: for each stack A agent by agent, then B agent by agent.
+    They are arguments because autograd returns gradients to arguments only.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        cast: Tensor,
-        dropped: Tensor | None,
-        weight: Tensor | QuantizedLinear,
-        bias: Tensor | None,
-        owned: Owned,
-        by_onednn: bool,
-        *parameters: Tensor,
+        ctx: Any, x: Tensor, cast: Tensor, dropped: Tensor | None, layer: Any, owned: Owned, *parameters: Tensor
     ) -> Tensor:
-        y, kept = with_adapters(cast, dropped, weight, bias, owned, by_onednn)
-        plain = cast if any(not stack.drops for stack, _ in owned) else None
-        quantized = isinstance(weight, QuantizedLinear)
-        ctx.save_for_backward(plain, dropped, None if quantized else weight, *kept)
-        ctx.quantized = weight if quantized else None
-        ctx.owned, ctx.dtypes = owned, (x.dtype, parameters[0].dtype if parameters else None)
-        ctx.by_onednn = by_onednn
+        base = layer.base_layer
+        y, kept = with_adapters(cast, dropped, base, base.bias, owned, layer.by_onednn)
+        ctx.save_for_backward(cast if any(not stack.drops for stack, _ in owned) else None, dropped, *kept)
+        ctx.layer, ctx.owned = layer, owned
+        ctx.dtypes = x.dtype, parameters[0].dtype if parameters else None
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        cast, dropped, weight, *kept = ctx.saved_tensors
+        cast, dropped, *kept = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x, grads_z = None, []
         if ctx.needs_input_grad[0]:
-            grad_x = product(grad, dense(ctx.quantized or weight, grad.dtype).mT, by_onednn=ctx.by_onednn)
+            grad_x = product(grad, dense(ctx.layer.base_layer, grad.dtype).mT, by_onednn=ctx.layer.by_onednn)
         gradients: list[Tensor | None] = []
         for number, (stack, rows, z) in enumerate(inputs_of(ctx.owned, cast, dropped)):
             a, b, h = kept[3 * number : 3 * number + 3]
@@ -160,16 +150,16 @@ class FusedLinear(torch.autograd.Function):
                 stack.of(grad_x[rows]).baddbmm_(grad_h, a)
             gradients += stack.parameter_gradients(grad_a, grad_b, ctx.dtypes[1])
         grad_x = None if grad_x is None else grad_x.to(ctx.dtypes[0])
-        return grad_x, None, joined(grads_z) if grads_z else None, None, None, None, None, *gradients
+        return grad_x, None, joined(grads_z) if grads_z else None, None, None, *gradients
 
 
 def with_adapters(
     cast: Tensor,
     dropped: Tensor | None,
-    weight: Tensor | QuantizedLinear,
+    weight: Tensor | nn.Module,
     bias: Tensor | None,
     owned: Owned,
-    by_onednn: bool = False,
+    by_onednn: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """y [R, out] of `FusedLinear`, and A, B and h of each stack, which the backward pass needs."""
     dtype = cast.dtype
@@ -222,11 +212,12 @@ def add_low_rank(y: Tensor, z: Tensor, a: Tensor, b: Tensor, scaling: float) -> 
     return h[:, :-spare]
 
 
-def dense(weight: Tensor | QuantizedLinear, dtype: torch.dtype) -> Tensor:
-    """The weight [out, in] of a frozen layer in `dtype`."""
-    if not isinstance(weight, Tensor):
+def dense(weight: Tensor | nn.Module, dtype: torch.dtype) -> Tensor:
+    """The weight [out, in] of a frozen layer, or this weight, in `dtype`."""
+    if isinstance(weight, QuantizedLinear):
         return weight.dequantize(dtype)
-    return weight if weight.dtype == dtype else weight.to(dtype)
+    plain: Any = weight if isinstance(weight, Tensor) else weight.weight
+    return plain if plain.dtype == dtype else plain.to(dtype)  # type: ignore[no-any-return]
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, by_onednn: bool) -> Tensor:

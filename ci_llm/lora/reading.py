@@ -36,7 +36,7 @@ class Reading:
         sizes: how many tokens each owner has; None: all have equally many.
         in_storage: true if all parameters' gradients are views of the storage, as `begin_step` leaves them.
         by_onednn: true if passes without gradients compute products with frozen weights by oneDNN; see `product`.
-        packed: packed weights for passes without gradients, by layer; see `ci_llm/lora/packed.py`.
+        packed: packed weights for passes without gradients, by layer; see `Packed` in `ci_llm/lora/kernels.py`.
     """
 
     agents: tuple[int, ...]

@@ -25,7 +25,7 @@ from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd.objective import Preferences, StepLoss, TrainedObjective
 from ci_llm.data.agent_rows import Course, once_each
 from ci_llm.data.batches import Batch, MicroBatch, Owned, pack
-from ci_llm.data.dealing import Plan
+from ci_llm.data.order import Plan
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.data.units import Unit
 from ci_llm.distributed.ballot import Ballot, StepSums

@@ -138,10 +138,11 @@ def gathered_in_the_dtype_of_products(name: str) -> int:
     seen: set[torch.dtype] = set()
     forward = lora.FusedLinear.forward
 
-    def look(ctx: Any, x: Tensor, cast: Tensor, dropped: Any, weight: Any, *rest: Any) -> Tensor:
+    def look(ctx: Any, x: Tensor, cast: Tensor, dropped: Any, layer: Any, *rest: Any) -> Tensor:
+        weight = layer.base_layer.weight
         seen.add(weight.dtype)
         assert isinstance(weight, nn.Parameter)  # the gathered one itself, whose memory is let go after its layer
-        return forward(ctx, x, cast, dropped, weight, *rest)
+        return forward(ctx, x, cast, dropped, layer, *rest)
 
     lora.FusedLinear.forward = staticmethod(look)  # type: ignore[method-assign]
     gradients(sharded, torch.bfloat16)

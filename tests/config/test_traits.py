@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import get_type_hints
 
 from ci_llm.config import parsing
-from ci_llm.config.key import Traits
-from ci_llm.config.schema import AllKeys, meaning_of
+from ci_llm.config.schema import AllKeys, Traits, meaning_of
 
 
 def test_a_trait_is_one_that_is_explained_and_own_keys_have_each_a_number() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from ci_llm import embedded
 from ci_llm.core.evaluation_file import Difference
 from ci_llm.crowd.aggregators import majority
 from ci_llm.crowd.crowd import Crowd
@@ -20,7 +21,6 @@ from ci_llm.crowd.scoring import AnswerScores, paired_gain
 from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Chat, Completion, Message
-from ci_llm.embedded import stories
 from tests.support.crowds import K, disturbed_crowd
 from tools.pretraining_text import KNOWN_VERBS
 
@@ -125,9 +125,9 @@ def prompter(crowd: Crowd) -> Prompter:
 
 def examples(prompter: Prompter, count: int) -> Iterator[Example]:
     encoder, random = Encoder(prompter.tokenizer), Random(5)
-    kind = stories.Kind((1,), "+-", KNOWN_VERBS, distraction=0, largest_start=20)
+    kind = embedded.Kind((1,), "+-", KNOWN_VERBS, distraction=0, largest_start=20)
     for _ in range(count):
-        question, answer = stories.story(random, kind)
+        question, answer = embedded.story(random, kind)
         yield encoder.encode(Chat((Message("user", question), Message("assistant", answer))))
 
 

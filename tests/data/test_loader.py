@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ci_llm.data.agent_rows import Course, Courses
 from ci_llm.data.batches import Batch, MicroBatch, num_units
-from ci_llm.data.dealing import Plan
 from ci_llm.data.loader import any_number_of_workers, loader_of
+from ci_llm.data.order import Plan
 from tests.data.test_batches import Rows
 from tools.testbed.events import DEADLINE_S
 

@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 
 from ci_llm.config import Config, load_config
-from ci_llm.data.rows import Rows
+from ci_llm.data.rows import Rows, question_of
 from ci_llm.data.sources import join, load_rows, load_rows_of_each, recognised
 from ci_llm.errors import ConfigError, DataError
 
@@ -22,7 +22,7 @@ def rows(name: str, count: int) -> Rows:
 
 
 def questions(found: Rows) -> list[str]:
-    return [str(row.question) for row in found if row]
+    return [str(question_of(row)) for row in found if row]
 
 
 def by_source(found: Rows) -> Counter[str]:

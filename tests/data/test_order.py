@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ci_llm.data import dealing
+from ci_llm.data import order
 from ci_llm.data.agent_rows import Course, Courses
-from ci_llm.data.dealing import Plan, share
-from ci_llm.data.order import permute
+from ci_llm.data.order import Plan, permute, share
 
 steady = settings(derandomize=True)
 SEEDS = st.integers(min_value=-(2**63), max_value=2**64)
@@ -123,7 +122,7 @@ def test_a_process_finds_only_its_own_rows_and_counting_finds_none(monkeypatch: 
         found.append(position)
         return permute(position, num_rows, seed=seed, epoch=epoch)
 
-    monkeypatch.setattr(dealing, "permute", counted)
+    monkeypatch.setattr(order, "permute", counted)
     for num_processes in (1, 100, 10_000):
         plan = Plan(10**6, 8 * num_processes, seed=42)
         both = of_plans(plan, Plan(10**5, 8 * num_processes, seed=1))

@@ -15,8 +15,7 @@ from ci_llm.cli.asking import lines_of
 from ci_llm.cli.main import main
 from ci_llm.config import Config
 from ci_llm.data.prompts import prompts_of_file, prompts_of_lines
-from ci_llm.data.raw_rows import ListedRows
-from ci_llm.data.rows import Chat, Completion, Labelled, Message, Pair, Rated, Row, Rows
+from ci_llm.data.rows import Chat, Completion, Labelled, ListedRows, Message, Pair, Rated, Row, Rows
 from ci_llm.data.sources import load_rows, recognised
 from ci_llm.data.units import are_numbers
 from ci_llm.errors import BadInput, DataError

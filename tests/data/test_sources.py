@@ -23,8 +23,7 @@ from ci_llm.config import Config
 from ci_llm.data import sources
 from ci_llm.data.columns import find_form
 from ci_llm.data.prompts import texts_of_rows
-from ci_llm.data.raw_rows import ListedRows
-from ci_llm.data.rows import Chat, Completion, Message, Pair
+from ci_llm.data.rows import Chat, Completion, ListedRows, Message, Pair, question_of
 from ci_llm.data.sources import EVAL_SPLITS, load_rows, recognised
 from ci_llm.errors import DataError
 from tests.data.test_encoder import talk as chat
@@ -81,12 +80,12 @@ def test_a_form_of_row_is_recognised(name: str) -> None:
 
 def test_the_question_of_a_row_is_the_turn_before_the_last_learned_answer() -> None:
     """Answers that are not learned do not count."""
-    assert chat("a", "b", "c", "d").question == "c"
-    assert chat("a", "b", "c").question == "a"
+    assert question_of(chat("a", "b", "c", "d")) == "c"
+    assert question_of(chat("a", "b", "c")) == "a"
     marked = Message("assistant", "d", learned=False)
-    assert Chat((*chat("a", "b", "c").messages, marked)).question == "a"
-    assert Chat((Message("assistant", "b"), Message("user", "c"))).question is None
-    assert [Completion("p", "c").question, Completion(None, "c").question] == ["p", None]
+    assert question_of(Chat((*chat("a", "b", "c").messages, marked))) == "a"
+    assert question_of(Chat((Message("assistant", "b"), Message("user", "c")))) is None
+    assert [question_of(Completion("p", "c")), question_of(Completion(None, "c"))] == ["p", None]
 
 
 BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
@@ -333,7 +332,7 @@ def evenly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _questions(config: Config, split: Any) -> list[str | None]:
-    return [row.question for row in load_rows(config, split) if row]
+    return [question_of(row) for row in load_rows(config, split) if row]
 
 
 @pytest.mark.fast_cases(1)
@@ -744,7 +743,7 @@ def test_a_question_is_asked_with_its_context_history_and_system_text() -> None:
         assert list(recognised(data, "here")) == [expected]
         (row,) = recognised(data, "here", named={"prompt": question, "answer": answer})
         assert isinstance(row, Chat)
-        assert row.question == "Who?"
+        assert question_of(row) == "Who?"
 
 
 TOKEN_ROWS: dict[str, dict[str, Any]] = {

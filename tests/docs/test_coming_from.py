@@ -11,7 +11,7 @@ from ci_llm import CheckpointManager, orbax
 from ci_llm.cluster.starter import without_options
 from ci_llm.config import read_config
 from ci_llm.config.foreign import REMOVED
-from ci_llm.config.validation import find_notices
+from ci_llm.config.problems import find_notices
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.options import parse_options
 from ci_llm.supervisor.output_scan import Evidence

@@ -6,6 +6,7 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -318,21 +319,21 @@ def test_own_functions_pass_gradcheck(masked: bool) -> None:
     a, b = random(2, 3, 5), random(2, 4, 3)
     masks = ((random(2, 3, 5) > 0).double() * 2, (random(2, 4, 3) > 0).double() * 2) if masked else None
     parameters = [t.requires_grad_() for t in (*a.unbind(0), *b.unbind(0))]
-    weight, bias = random(4, 5), random(4)
+    layer = SimpleNamespace(base_layer=SimpleNamespace(weight=random(4, 5), bias=random(4)), by_onednn=False)
     x, dropped = random(12, 5).requires_grad_(), random(12, 5).requires_grad_()
     both, first, second = slice(0, 12), slice(0, 6), slice(6, 12)
 
     def fused(x: Tensor, *p: Tensor) -> Tensor:
-        return FusedLinear.apply(x, x.detach(), None, weight, bias, [(stack_of(p), both)], False, *p)
+        return FusedLinear.apply(x, x.detach(), None, layer, [(stack_of(p), both)], *p)
 
     def fused_dropped(x: Tensor, z: Tensor, *p: Tensor) -> Tensor:
-        return FusedLinear.apply(x, x.detach(), z, weight, None, [(stack_of(p, drops=True), both)], False, *p)
+        return FusedLinear.apply(x, x.detach(), z, layer, [(stack_of(p, drops=True), both)], *p)
 
     def fused_of_two_kinds(x: Tensor, z: Tensor, *p: Tensor) -> Tensor:
         """Agent 0 without dropout, agent 1 with it; they have other scalings."""
         other = replace(stack_of((p[1], p[3]), drops=True), first=1, end=2, scaling=0.3)
         owned = [(stack_of((p[0], p[2])), first), (other, second)]
-        return FusedLinear.apply(x, x.detach(), z[6:], weight, bias, owned, False, p[0], p[2], p[1], p[3])
+        return FusedLinear.apply(x, x.detach(), z[6:], layer, owned, p[0], p[2], p[1], p[3])
 
     def low_rank(x: Tensor, *p: Tensor) -> Tensor:
         return LowRank.apply(x.view(2, 6, 5), stack_of(p), *p)

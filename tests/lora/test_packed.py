@@ -16,8 +16,8 @@ from ci_llm.crowd import decoder
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoder import Decoder
 from ci_llm.crowd.next_token import Decoding, Request
-from ci_llm.lora import packed
-from ci_llm.lora.packed import Packed
+from ci_llm.lora import kernels
+from ci_llm.lora.kernels import Packed
 from ci_llm.lora.products import product
 from tests.lora.test_adapters import crowd_of
 from tools.testbed.events import DEADLINE_S
@@ -42,7 +42,7 @@ def one_thread() -> Any:
 
 def packs(dtype: torch.dtype) -> bool:
     """Whether oneDNN packs weights of this dtype here: bf16 by AVX-512 alone, which a variable may also switch off."""
-    return packed._packed(torch.ones(16, 32, dtype=dtype), {}, by_onednn=True) is not None
+    return kernels._packed(torch.ones(16, 32, dtype=dtype), {}, by_onednn=True) is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -68,7 +68,7 @@ def differing_products() -> str:
     for dtype in (torch.float32, torch.bfloat16):
         for shape in ((576, 576), (1536, 576), (576, 1536), (8192, 576), (48, 100), (33, 17)):
             weight = torch.randn(shape, generator=generator).to(dtype)
-            of_it = packed._packed(weight, {}, by_onednn=True)
+            of_it = kernels._packed(weight, {}, by_onednn=True)
             rows = torch.randn(333, shape[1], generator=generator).to(dtype)
             for count in COUNTS if of_it is not None else ():
                 plain, other = (product(rows[:count], each, by_onednn=True) for each in (weight, of_it))
@@ -96,7 +96,7 @@ def test_a_weight_whose_trial_differs_is_not_packed(monkeypatch: pytest.MonkeyPa
         found = product(x, weight, *bias, by_onednn=by_onednn)
         return found * (1 + 2**-23) if weight.is_mkldnn and weight.shape[0] > weight.shape[1] else found
 
-    monkeypatch.setattr(packed, "product", shifted)
+    monkeypatch.setattr(kernels, "product", shifted)
     found = packed_of(crowd)
     narrow = {layer for layer in crowd.storage.layers.values() if layer.out_features <= layer.in_features}
     assert 0 < len(narrow) < len(crowd.storage.layers)
@@ -111,7 +111,7 @@ def test_a_weight_whose_trial_differs_is_not_packed(monkeypatch: pytest.MonkeyPa
 def test_nothing_is_packed_without_onednn_or_memory(
     dtype: torch.dtype, by_onednn: bool, free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed, "free_host_memory", lambda: (free, 2**41))
+    monkeypatch.setattr(kernels, "free_host_memory", lambda: (free, 2**41))
     found = packed_of(crowd_of(base("llama", torch.float32)), dtype, by_onednn=by_onednn)
     assert not found.weights
     assert found.head.weight.dtype == dtype

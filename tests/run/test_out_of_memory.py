@@ -14,7 +14,7 @@ from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.data.agent_rows import Course, Courses
 from ci_llm.data.batches import MicroBatch, Owned, pack
-from ci_llm.data.dealing import Plan
+from ci_llm.data.order import Plan
 from ci_llm.run.step.out_of_memory import in_parts
 from tests.support.campaign import sampled, sampled_cases
 from tests.support.faults import Fault, adapters, fired, metrics, said, samples, train, weights

@@ -18,9 +18,9 @@ from annotated_types import Ge, Le
 from numpy.random import Generator
 from pydantic import Field
 
-from ci_llm.config.key import Amount, Count, DurationMark, Keys, Positive, Seconds, Share, Size
 from ci_llm.config.parsing import COMMAND_LINE, nearest, read_arguments
 from ci_llm.config.problems import Problem, sound_values
+from ci_llm.config.schema import DURATION, Amount, Count, Keys, Positive, Seconds, Share, Size
 from ci_llm.config.yaml_file import dump_value, read_yaml
 from ci_llm.errors import ConfigError
 
@@ -94,7 +94,7 @@ def longest_recovery_s(cluster: Cluster, goodput: float) -> float:
 HELP: Final = "python -m tools.simulate --help"
 HOUR: Final = 3600.0
 
-Wait: TypeAlias = Annotated[float, Ge(0), Le(10**9), DurationMark()]
+Wait: TypeAlias = Annotated[float, Ge(0), Le(10**9), DURATION]
 
 
 def _key(default: Any, doc: str) -> Any:

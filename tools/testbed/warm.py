@@ -11,8 +11,8 @@ import transformers.models.llama.modeling_llama  # noqa: F401  what the embedded
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import ci_llm.run.job  # noqa: F401
-from ci_llm.embedded import stories
+from ci_llm import embedded
 
 get_checkpoint_conversion_mapping("llama")
-for split in stories.SPLITS:
-    stories.rows(split)
+for split in embedded.SPLITS:
+    embedded.rows(split)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
-from ci_llm.data.dealing import Plan
+from ci_llm.data.order import Plan
 from ci_llm.embedded import BASE_FOLDER
 
 AGENTS = 2

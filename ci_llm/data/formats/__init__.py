@@ -1,7 +1,6 @@
-"""The formats of data files; the ending of a file selects one.
+"""The formats of data files: the ending of a file selects one.
 
-The formats that a builder of `datasets` reads are in this file, each of the others in a module of this package. To add
-one, add a file `formats/<name>.py` that defines
+To add one to those of this file, add a file `formats/<name>.py` that defines
 
     format = FileFormat(endings=(".ending",), read=...)
 
@@ -10,18 +9,24 @@ A file may also be compressed: `.gz`, `.bz2`, `.xz` and `.zst` are not counted a
 
 from __future__ import annotations
 
+import csv
 import glob
-from collections.abc import Callable, Sequence
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Final
 
 import datasets
-from datasets import Dataset
+import fsspec  # type: ignore[import-untyped]
+import pandas  # type: ignore[import-untyped]
+from datasets import Dataset, Features, Value
 
 from ci_llm.core.imports import load_plugin, plugin_names
-from ci_llm.data.raw_rows import JsonRows
+from ci_llm.data.rows import DECODER, JsonRows
 
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 
@@ -39,17 +44,152 @@ class FileFormat:
     read: Callable[[Sequence[Path]], Dataset | JsonRows]
 
 
-def with_builder(builder: str, files: Sequence[Path], **options: Any) -> Dataset:
+def _with_builder(builder: str, files: Sequence[Path], **options: Any) -> Dataset:
     """Read files with a builder of `datasets`; names that look like patterns are taken literally."""
     paths = [glob.escape(str(file)) for file in files]
     return datasets.load_dataset(builder, data_files=paths, split="train", **options)
 
 
-#: The formats whose rows a builder of `datasets` takes as they are. A line of a text file is a row.
+#: What separates the columns where it is not a comma.
+_SEPARATORS = (";", "\t", "|")
+
+
+def _read_csv(files: Sequence[Path]) -> Dataset:
+    """Columns between commas, or what the ending or the header says. Every value is the text that is written."""
+    separator = _separator(files[0])
+    written: dict[str, Any] = {"sep": separator, "skipinitialspace": _has_spaces_behind(files[0], separator)}
+    for file in files:
+        _require_columns(file, separator)
+    columns = pandas.read_csv(files[0], nrows=0, **written).columns
+    # Left to itself, pandas reads 007 as 7, 1.50 as 1.5, and the words None and NA as missing values.
+    as_text = {"features": Features({name: Value("string") for name in columns}), "keep_default_na": False}
+    return _with_builder("csv", files, na_values=[""], **written, **as_text)
+
+
+def _require_columns(file: Path, separator: str) -> None:
+    """Refuse a row longer than the header: pandas would take the first value of every row for its name."""
+    header, row = _first_rows(file, separator, spaced=_has_spaces_behind(file, separator))
+    if len(row) > len(header):
+        raise ValueError(f"the first row has {len(row)} values, and the header {len(header)} columns ({file.name})")
+
+
+def _separator(file: Path) -> str:
+    """A comma, unless the ending or a header without commas says otherwise."""
+    if ending_of(file) == ".tsv":
+        return "\t"
+    columns = {mark: len(_first_rows(file, mark)[0]) for mark in (",", *_SEPARATORS)}
+    return "," if columns[","] > 1 else max(columns, key=lambda mark: columns[mark])
+
+
+def _has_spaces_behind(file: Path, separator: str) -> bool:
+    """True if a space follows every separator of the header: then it belongs to no name, and to no value either."""
+    others = _first_rows(file, separator)[0][1:]
+    return bool(others) and all(name.startswith(" ") for name in others)
+
+
+def _first_rows(file: Path, separator: str, *, spaced: bool = False) -> tuple[list[str], list[str]]:
+    """The header and the first row, [] for one that is not there; without blank lines, as pandas reads them.
+
+    Args:
+        spaced: see `_has_spaces_behind`.
+    """
+    limit = csv.field_size_limit(sys.maxsize)  # 131,072 characters by default; pandas has no limit
+    try:
+        with fsspec.open(
+            str(file), "rt", encoding="utf-8-sig", errors="replace", compression="infer", newline=""
+        ) as lines:
+            rows = filter(None, csv.reader(lines, delimiter=separator, skipinitialspace=spaced))
+            return next(rows, []), next(rows, [])
+    finally:
+        csv.field_size_limit(limit)
+
+
+#: Raise it when the same files give other rows than before: what is kept of them is then not found.
+_VERSION: Final = 1
+#: A row as JSON, and the columns that no row before it has, as a list in JSON.
+_FEATURES: Final = Features({JsonRows.TEXT: Value("string"), "new": Value("string")})
+
+
+def _read_json(files: Sequence[Path]) -> JsonRows:
+    """A list of rows, or one row per line, each kept as JSON, so that every value keeps its own type.
+
+    The `json` builder of `datasets` takes the types of the first 10 MB for those of all rows: one number among later
+    texts puts quotes around all of them, texts that look like dates become dates, and 4 beside 0.5 becomes 4.0.
+    """
+    stamps = tuple((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    # Tuples: `datasets` takes each entry of a list for a shard.
+    content = {"files": tuple(map(str, files)), "stamps": stamps, "version": _VERSION}
+    rows = Dataset.from_generator(_texts, features=_FEATURES, gen_kwargs=content)  # mapped, not held in memory
+    new = rows.data.column("new").drop_null().to_pylist()
+    return JsonRows(rows.select_columns([JsonRows.TEXT]), tuple(chain.from_iterable(map(json.loads, new))))
+
+
+def _texts(files: Sequence[str], **_stamps: object) -> Iterator[dict[str, str | None]]:
+    """The rows as `_FEATURES` has them."""
+    known = set[str]()
+    for text, row in chain.from_iterable(map(_rows, map(Path, files))):
+        new = [name for name in row if name not in known]
+        known.update(new)
+        yield {JsonRows.TEXT: text, "new": json.dumps(new) if new else None}
+
+
+def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row, as JSON and as it is. A text in a list is a row with a column `text`, a list one with `messages`.
+
+    Raises:
+        ValueError: the file is not UTF-8, is broken at a line and column, or holds something else than rows.
+    """
+    with fsspec.open(str(file), "rt", encoding="utf-8-sig", compression="infer") as lines:
+        written = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+        first = [*islice(written, 2)]
+        if len(first) == 2 and _is_whole(first[0][1]):
+            for number, line in chain(first, written):
+                yield _row(_decoded(line.rstrip("\r\n"), number, file), f"line {number} of {file.name}")
+            return
+        lines.seek(0)
+        value = _decoded(lines.read(), 1, file) if first else []
+    for number, each in enumerate(value if isinstance(value, list) else [value]):
+        yield _row({"text": each} if isinstance(each, str) else each, f"row {number} (counted from 0) of {file.name}")
+
+
+def _is_whole(line: str) -> bool:
+    """True if a line is a value, or is broken; false if its value continues in the next one."""
+    try:
+        DECODER.decode(line)
+    except json.JSONDecodeError as error:
+        return error.pos < len(line.rstrip())
+    return True
+
+
+def _decoded(text: str, number: int, file: Path) -> Any:
+    """The value of a text that begins in line `number`."""
+    try:
+        return DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        place = f"line {number + error.lineno - 1}, column {error.colno} of {file.name}"
+        raise ValueError(f"{error.msg}: {place}") from None
+
+
+def _row(value: Any, place: str) -> tuple[str, dict[str, Any]]:
+    """A row as JSON and as it is, if the value is one and its text can be written as UTF-8."""
+    row = {"messages": value} if isinstance(value, list) else value
+    text = json.dumps(row, ensure_ascii=False)
+    if not isinstance(row, dict):
+        raise ValueError(f"expected an object with columns, found {text[:60]}: {place}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"the text holds half a character, a lone surrogate: {place}") from None
+    return text, row
+
+
+#: The formats of this file; of those that a builder of `datasets` reads as they are, a line of text is a row.
 _BUILT: Final = {
-    "arrow": FileFormat((".arrow",), partial(with_builder, "arrow")),
-    "parquet": FileFormat((".parquet",), partial(with_builder, "parquet")),
-    "text": FileFormat((".txt",), partial(with_builder, "text")),
+    "arrow": FileFormat((".arrow",), partial(_with_builder, "arrow")),
+    "csv": FileFormat((".csv", ".tsv"), _read_csv),
+    "json": FileFormat((".json", ".jsonl", ".ndjson"), _read_json),
+    "parquet": FileFormat((".parquet",), partial(_with_builder, "parquet")),
+    "text": FileFormat((".txt",), partial(_with_builder, "text")),
 }
 
 

@@ -15,7 +15,7 @@ from ci_llm.config.own_keys import NAME, OWN_KEYS
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import GrpoObjective, NextToken, Preferences, TrainedObjective
 from ci_llm.data.agent_rows import Course
-from ci_llm.data.dealing import Plan
+from ci_llm.data.order import Plan
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.lora.settings import FIELD_OF_KEY, AgentLora, LoraSettings
 from ci_llm.objectives.grpo import Grpo
@@ -27,17 +27,10 @@ def lora_settings(config: Config) -> LoraSettings:
     own = [{FIELD_OF_KEY[key]: agent[key] for key in agent if key in FIELD_OF_KEY} for agent in config.agents]
     return LoraSettings(
         num_agents=config.num_agents,
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
-        dropconnect=config.dropconnect_p,
-        target_modules=config.lora_target_modules,
-        layers=config.agent_layers,
-        use_rslora=config.use_rslora,
         initialize_adapters_rand=config.initialize_adapters_rand,
-        seed=config.seed,
         outputs=objectives.head_size(config),
         agents=tuple(own),
+        **{field: getattr(config, key) for key, field in FIELD_OF_KEY.items()},
     )
 
 

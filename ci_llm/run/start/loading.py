@@ -17,8 +17,8 @@ from ci_llm.base.load import Base, load_architecture, load_base, positions_of, r
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.base.sharded import ShardedLayers
 from ci_llm.config import Config
+from ci_llm.config.problems import objective_clashes
 from ci_llm.config.schema import ObjectiveKeys, RewardKeys
-from ci_llm.config.validation import objective_clashes
 from ci_llm.core.quantities import count
 from ci_llm.data.agent_rows import EvaluationRows, once_each
 from ci_llm.data.encoder import Encoder, use_chat_template
@@ -38,7 +38,9 @@ logger = logging.getLogger(__name__)
 
 _OF_ALL: Final = ("objective", "diversity", "lambda_sw", "aggregator")
 #: Keys that some objectives read, and others do not.
-_OF_OBJECTIVES: Final = [key for key in (*ObjectiveKeys.model_fields, *RewardKeys.model_fields) if key not in _OF_ALL]
+_OF_OBJECTIVES: Final = [
+    key for key in (*ObjectiveKeys.__annotations__, *RewardKeys.__annotations__) if key not in _OF_ALL
+]
 
 
 @dataclass(frozen=True)

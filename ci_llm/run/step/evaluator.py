@@ -27,7 +27,7 @@ from ci_llm.crowd.rewarding import RewardScorer
 from ci_llm.crowd.scoring import AnswerScores, Scores, base_scores, own_rows, score
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.batches import Batch, pack
-from ci_llm.data.dealing import share
+from ci_llm.data.order import share
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.ballot import Ballot, Verdict
 from ci_llm.distributed.processes import Processes
