@@ -97,7 +97,7 @@ else:
         | Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
     )
     Aggregator = Literal[plugin_names("ci_llm.crowd.aggregators")]
-    Tracker = Literal[plugin_names("ci_llm.logs.trackers", first="tensorboard")]
+    Tracker = Literal[plugin_names("ci_llm.logs.trackers")]
     Backend = Literal[plugin_names("ci_llm.checkpoints.backends", first="vanilla")]
 Trackers = Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)]
 

@@ -63,6 +63,7 @@ _OWN: Final = {
     "ci_llm.crowd.aggregators": "probability logit majority rerank weighted_vote",
     "ci_llm.crowd.diversity": "none swd",
     "ci_llm.crowd.metrics": "exact_match string_match",
+    "ci_llm.logs.trackers": "tensorboard mlflow trackio wandb",
 }
 
 

@@ -1,5 +1,6 @@
-"""The folder of a run: the names of its parts, and the small records in it that later attempts read.
+"""The folder of a run: the names of its parts, its metrics, and the small records in it that later attempts read.
 
+metrics.jsonl            numbers by optimizer step; this is the one way to read them
 attempts/<n>/            the step at which an attempt began, and in process_<i>.json why its processes failed
 skipped_batches.json     the batches that the next attempts skip, whichever checkpoint they resume from
 recovery.json            what the supervisor asks of the next attempts
@@ -9,17 +10,19 @@ hub.json                 how the last push of the result to the hub ended, for t
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
+import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import psutil
 
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Record = TypeVar("Record", bound="DataclassInstance")
+D = TypeVar("D", bound="DataclassInstance")
 T = TypeVar("T")
 
 MOVE_AWAY: Final = "move it away"
@@ -159,7 +162,7 @@ def earliest_failure(failures: Iterable[Failure]) -> Failure | None:
     return min(failures, key=lambda failure: (failure.reason == PEER_LOST, failure.time), default=None)
 
 
-def read_record(kind: type[Record], path: Path) -> Record:
+def read_record(kind: type[D], path: Path) -> D:
     """The dataclass `kind` from a file. Fields that `kind` does not know are skipped: a newer version may have them.
 
     Raises:
@@ -367,6 +370,62 @@ def write_skipped_batches(run_folder: Path, batches: Sequence[BadBatch]) -> None
         logger.warning(f"{SKIPPED_BATCHES} cannot be written, the run continues: {error}")
 
 
+# Metrics. A crash or a full disk may have torn a line, and JSON has no NaN: "nan", "inf" and "-inf" stand for numbers.
+
+METRICS_NAME: Final = "metrics.jsonl"
+Record: TypeAlias = Mapping[str, Any]
+
+
+def record_of(line: bytes) -> Record | None:
+    """The record in a line, which has a step; None for a line that a crash has torn."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+        return None
+    return value if isinstance(value.get("time", 0), int | float) else None
+
+
+def read_records(run_folder: Path) -> tuple[list[Record], int]:
+    """All records in order, and the number of torn lines; no records without a file."""
+    path = run_folder / METRICS_NAME
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    records = [record for record in map(record_of, lines) if record is not None]
+    return records, len(lines) - len(records)
+
+
+def last_records(run_folder: Path, at_most: int) -> list[Record]:
+    """The records in the last `at_most` bytes, in order; none without a file."""
+    try:
+        with (run_folder / METRICS_NAME).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - at_most))
+            return [*filter(None, map(record_of, file.read().splitlines()))]
+    except OSError:  # the file does not exist yet, or no longer
+        return []
+
+
+def metrics_of(run_folder: Path, step: int) -> dict[str, object]:
+    """All values that the file has for `step`; of a name that comes twice, the later value."""
+    records = [record for record in read_records(run_folder)[0] if record["step"] == step]
+    return {name: value for record in records for name, value in record.items()}
+
+
+def number(value: object) -> float:
+    """A value of a record as a number; NaN for a value that is not a number."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def finite_numbers(record: Record) -> Iterator[tuple[str, float]]:
+    """(name, value) of the numbers in a record that are finite."""
+    return ((name, each) for name, each in record.items() if isinstance(each, int | float) and math.isfinite(each))
+
+
+# Names
+
 BEGINNING: Final = "beginning.json"
 #: What attempts have decided about changes of the crowd.
 CROWD_CHANGES: Final = "crowd_changes.json"
@@ -387,7 +446,7 @@ COMPLETIONS: Final = "completions"
 #: What a run leaves in its folder. When the run is moved aside, everything else stays where it is.
 OF_A_RUN: Final = (
     *("checkpoint_step_*", "final_checkpoint", "quarantine", "superseded", ATTEMPTS, BEGINNING, RECOVERY),
-    *("status.json", "training.log", "metrics.jsonl", EVALUATION, "gpu_stats.json"),
+    *("status.json", "training.log", METRICS_NAME, EVALUATION, "gpu_stats.json"),
     *("tensorboard", "requests", COMPLETIONS, CROWD_CHANGES, SKIPPED_BATCHES, BASE_MODEL),
     *("report.html", PREDICTIONS, "predictions.source.json", "calibration.json", PUSH_RECORD),
 )
