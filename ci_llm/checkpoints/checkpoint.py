@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ci_llm.checkpoints.layout import Opened, open_folder
-from ci_llm.checkpoints.manifest import MANIFEST, FileImage, Manifest
-from ci_llm.checkpoints.state_files import State, read_snapshot, take_snapshot
+from ci_llm.checkpoints.manifest import MANIFEST, FileImage, Manifest, Opened, open_folder
+from ci_llm.checkpoints.state_files import State, files_of, hand_off, read_state
 from ci_llm.checkpoints.store import clear, commit, refuse_run, require_space
 from ci_llm.core.durable import DISK, Filesystem, make_folders, replace_folder
 from ci_llm.errors import CheckpointError
@@ -32,7 +31,7 @@ class Checkpoint:
 
 def decode(opened: Opened) -> Checkpoint:
     """The checkpoint in a folder that was read. Raises DamagedCheckpoint: the files do not have their form."""
-    return Checkpoint(read_snapshot(opened.manifest.forms, opened.files), opened.manifest, opened.folder)
+    return Checkpoint(read_state(opened.manifest.forms, opened.files), opened.manifest, opened.folder)
 
 
 def load_checkpoint(folder: Path | str) -> Checkpoint:
@@ -60,10 +59,11 @@ def write_checkpoint(
     Raises:
         CheckpointError: the state holds a value that cannot be saved, or the disk failed.
     """
-    snapshot = take_snapshot(state)
-    records = {name: image.record() for name, image in snapshot.files.items()}
-    manifest = Manifest(step, 0, time.time(), snapshot.forms, records, info or {})
-    write_files_as(folder, manifest, snapshot.files, disk=disk)
+    entries = hand_off(state)
+    files, forms = files_of(entries), {entry.key: entry.form for entry in entries}
+    records = {name: image.record() for name, image in files.items()}
+    manifest = Manifest(step, 0, time.time(), forms, records, info or {})
+    write_files_as(folder, manifest, files, disk=disk)
     return manifest
 
 

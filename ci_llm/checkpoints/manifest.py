@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import xxhash
 
@@ -253,7 +253,20 @@ def _require_digests(folder: Path, records: Mapping[str, FileRecord], from_disk:
         raise ValueError(_few(damaged, "; "))
 
 
-def read_folder(folder: Path) -> tuple[Manifest, dict[str, bytes]]:
+class Opened(NamedTuple):
+    """A committed folder of which every byte was read once and verified."""
+
+    folder: Path
+    manifest: Manifest
+    files: dict[str, bytes]
+
+    @property
+    def images(self) -> dict[str, FileImage]:
+        """The files, to be written again."""
+        return {name: FileImage((data,)) for name, data in self.files.items()}
+
+
+def open_folder(folder: Path) -> Opened:
     """The manifest and the bytes of every file; what is returned is what was verified.
 
     Raises:
@@ -263,7 +276,7 @@ def read_folder(folder: Path) -> tuple[Manifest, dict[str, bytes]]:
     with as_damage(folder):
         _check_listing(folder, manifest)
         files = {name: _read_verified(folder, name, record) for name, record in manifest.files.items()}
-    return manifest, files
+    return Opened(folder, manifest, files)
 
 
 def name_unlisted(folder: Path, manifest: Manifest) -> None:

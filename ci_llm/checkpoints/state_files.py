@@ -50,14 +50,6 @@ DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A state as files in memory, and the form of each of its keys."""
-
-    files: dict[str, FileImage]
-    forms: dict[str, str]
-
-
 # Writing
 
 
@@ -136,13 +128,8 @@ def hand_off(state: State) -> list[StateEntry]:
     return entries
 
 
-def take_snapshot(state: State) -> Snapshot:
-    """The files of `state`. Tensors on the CPU are viewed, not copied. Raises as `hand_off` does."""
-    return snapshot_of(hand_off(state))
-
-
-def snapshot_of(entries: Sequence[StateEntry], bodies: Sequence[memoryview | None] | None = None) -> Snapshot:
-    """The files of a state that was handed off.
+def files_of(entries: Sequence[StateEntry], bodies: Sequence[memoryview | None] | None = None) -> dict[str, FileImage]:
+    """The files of a state that was handed off. Tensors on the CPU are viewed, not copied.
 
     Args:
         bodies: the bytes of each entry's tensors; where there are none, they are looked up in the tensors.
@@ -150,7 +137,7 @@ def snapshot_of(entries: Sequence[StateEntry], bodies: Sequence[memoryview | Non
     files: dict[str, FileImage] = {}
     for entry, body in zip(entries, bodies or [None] * len(entries), strict=True):
         files |= entry.images(body)
-    return Snapshot(files, {entry.key: entry.form for entry in entries})
+    return files
 
 
 def _entry(key: str, value: object) -> StateEntry:
@@ -280,8 +267,11 @@ def _raw_bytes(tensor: Tensor) -> memoryview:
 # Reading
 
 
-def read_snapshot(forms: Mapping[str, str], files: Mapping[str, bytes]) -> dict[str, Any]:
-    """The state that `take_snapshot` wrote, its tensors on the CPU.
+def read_state(forms: Mapping[str, str], files: Mapping[str, bytes]) -> dict[str, Any]:
+    """The state that was written as these files, its tensors on the CPU.
+
+    Args:
+        forms: those of the entries, by their keys.
 
     Raises:
         DamagedCheckpoint: the files do not have the form that the manifest says.
@@ -352,7 +342,7 @@ def to_bytes(value: Any) -> bytes:
     Raises:
         CheckpointError: it holds a value that cannot be saved.
     """
-    images = take_snapshot({"value": {"content": value}}).files
+    images = files_of(hand_off({"value": {"content": value}}))
     parts = {name: b"".join(image.parts) for name, image in images.items()}
     text = parts.get("value.json", b"")
     return len(text).to_bytes(8, "little") + text + parts.get("value.safetensors", b"")
@@ -363,4 +353,4 @@ def from_bytes(message: bytes) -> Any:
     end = 8 + int.from_bytes(message[:8], "little")
     files = {"value.json": message[8:end], "value.safetensors": message[end:]}
     form = "tree" if message[end:] and end > 8 else "tensors" if message[end:] else "plain"
-    return read_snapshot({"value": form}, files)["value"]["content"]
+    return read_state({"value": form}, files)["value"]["content"]

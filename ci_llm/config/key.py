@@ -98,7 +98,7 @@ else:
     )
     Aggregator = Literal[plugin_names("ci_llm.crowd.aggregators")]
     Tracker = Literal[plugin_names("ci_llm.logs.trackers")]
-    Backend = Literal[plugin_names("ci_llm.checkpoints.backends", first="vanilla")]
+    Backend = Literal[plugin_names("ci_llm.checkpoints.backends")]
 Trackers = Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)]
 
 

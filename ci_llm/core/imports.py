@@ -60,6 +60,7 @@ def importing() -> Iterator[None]:
 
 #: The values that a package defines itself, beside those that are files in its folder; the first is the default.
 _OWN: Final = {
+    "ci_llm.checkpoints.backends": "vanilla",
     "ci_llm.crowd.aggregators": "probability logit majority rerank weighted_vote",
     "ci_llm.crowd.diversity": "none swd",
     "ci_llm.crowd.metrics": "exact_match string_match",
