@@ -20,22 +20,19 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import psutil
+from pydantic import Field
 
-from ci_llm.core.durable import make_folders, read_fields, read_json, read_object, write_json
+from ci_llm.core.durable import make_folders, read_as, read_object, write_json
 from ci_llm.errors import BadInput, CheckpointError, CiLlmError
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 
 logger = logging.getLogger(__name__)
 
-D = TypeVar("D", bound="DataclassInstance")
 T = TypeVar("T")
 
 MOVE_AWAY: Final = "move it away"
@@ -162,15 +159,13 @@ def earliest_failure(failures: Iterable[Failure]) -> Failure | None:
     return min(failures, key=lambda failure: (failure.reason == PEER_LOST, failure.time), default=None)
 
 
-def read_record(kind: type[D], path: Path) -> D:
-    """The dataclass `kind` from a file. Fields that `kind` does not know are skipped: a newer version may have them.
+def read_record(kind: type[T], path: Path) -> T:
+    """The dataclass `kind` from a file.
 
     Raises:
         BadInput: the file was not written by this program, or may not be read. FileNotFoundError, NotADirectoryError.
     """
-    return parsed(
-        path, lambda file: kind(**read_fields(kind, file)), f"this is not the {kind.__name__.lower()} of a run"
-    )
+    return parsed(path, partial(read_as, kind), f"this is not the {kind.__name__.lower()} of a run")
 
 
 def parsed(
@@ -199,14 +194,14 @@ def parsed(
         raise error(f"{what}: {damage}", where=str(path), hint=hint) from damage
 
 
-def read_known(path: Path, parse: Callable[[Path], T], what: str, hint: str = MOVE_AWAY) -> T | None:
-    """The value that `parse` returns for a file that an earlier attempt may have left; None without the file.
+def read_known(kind: type[T], path: Path, what: str, hint: str = MOVE_AWAY) -> T | None:
+    """The value of a type from a file that an earlier attempt may have left; None without the file.
 
     Raises:
         CheckpointError: the file was not written by this program, or may not be read.
     """
     try:
-        return parsed(path, parse, what, error=CheckpointError, hint=hint)
+        return parsed(path, partial(read_as, kind), what, error=CheckpointError, hint=hint)
     except FileNotFoundError:
         return None
 
@@ -266,7 +261,6 @@ def last_push(run_folder: Path) -> PushRecord | None:
 
 
 RECOVERY: Final = "recovery.json"
-_FACTOR: Final = "learning_rate_factor"  # its name in the file
 
 
 @dataclass(frozen=True)
@@ -277,20 +271,20 @@ class Recovery:
     part of the state of the run and not of its configuration: a resume never refuses them.
 
     Attributes:
-        lr_factor: multiplies the scheduled learning rate of every agent; in the file it is `learning_rate_factor`.
         micro_batch_size: the most rows per process and micro-step; the effective batch stays the same.
         resume_at_most_step: the next attempt resumes from the newest checkpoint of this step or before (0: a fresh
             start); newer ones are superseded. It holds only while status.json names `after_attempt`: the attempt that
             applies it writes its own number there, and later attempts resume from their newest checkpoint again.
         after_attempt: the attempt after which `resume_at_most_step` holds.
         because: the reasons for people, in the order of the events.
+        learning_rate_factor: multiplies the scheduled learning rate of every agent.
     """
 
-    lr_factor: float = 1.0
     micro_batch_size: int | None = None
     resume_at_most_step: int | None = None
     after_attempt: int | None = None
     because: tuple[str, ...] = ()
+    learning_rate_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     def latest_step_allowed(self, last_attempt: int | None) -> int | None:
         """The newest step from which an attempt after `last_attempt` may resume; None for any."""
@@ -303,18 +297,7 @@ def read_recovery(run_folder: Path | str) -> Recovery:
     Raises:
         CheckpointError: the file was not written by this program. To ignore it would repeat the failure.
     """
-    return read_known(Path(run_folder, RECOVERY), _parsed_recovery, "the recovery state cannot be read") or Recovery()
-
-
-def _parsed_recovery(path: Path) -> Recovery:
-    values, factor = read_fields(Recovery, path), read_object(path).get(_FACTOR, 1.0)
-    recovery = Recovery(**values | {"lr_factor": factor, "because": tuple(values.get("because", ()))})
-    if not (0 < recovery.lr_factor <= 1 and math.isfinite(recovery.lr_factor)):
-        raise ValueError(f"{_FACTOR} {recovery.lr_factor}")
-    for name in ("micro_batch_size", "resume_at_most_step", "after_attempt"):
-        if not isinstance(getattr(recovery, name), int | None):
-            raise ValueError(f"{name} {getattr(recovery, name)}")
-    return recovery
+    return read_known(Recovery, Path(run_folder, RECOVERY), "the recovery state cannot be read") or Recovery()
 
 
 def write_recovery(run_folder: Path | str, recovery: Recovery) -> None:
@@ -324,7 +307,6 @@ def write_recovery(run_folder: Path | str, recovery: Recovery) -> None:
         CheckpointError: the disk refuses the file.
     """
     value = asdict(recovery) | {"because": list(recovery.because)}
-    value[_FACTOR] = value.pop("lr_factor")
     hint = "make space there; the same command resumes from the last checkpoint"
     write_known(Path(run_folder, RECOVERY), value, "the recovery state", hint)
 
@@ -354,12 +336,8 @@ def read_skipped_batches(run_folder: Path) -> list[BadBatch]:
     Raises:
         CheckpointError: the file is not of this program.
     """
-    return read_known(run_folder / SKIPPED_BATCHES, _parsed_batches, "this is not a record of skipped batches") or []
-
-
-def _parsed_batches(path: Path) -> list[BadBatch]:
-    value: Any = read_json(path)
-    return [BadBatch(int(batch["step"]), tuple(batch["rows"])) for batch in value]
+    what = "this is not a record of skipped batches"
+    return read_known(list[BadBatch], run_folder / SKIPPED_BATCHES, what) or []
 
 
 def write_skipped_batches(run_folder: Path, batches: Sequence[BadBatch]) -> None:
