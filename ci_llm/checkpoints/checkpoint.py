@@ -181,10 +181,10 @@ def _compare(path: LeafPath, one: Any, other: Any) -> Difference | None:
 def _compare_tensors(where: str, one: Tensor, other: Tensor) -> Difference | None:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return Difference(where, f"{_shown(one)} in A, {_shown(other)} in B")
-    if torch.equal(_raw(one), _raw(other)):
+    ours, theirs = (tensor.reshape(-1, 1).contiguous().view(torch.uint8) for tensor in (one, other))
+    changed = int((ours != theirs).any(1).sum())
+    if not changed:
         return None
-    rows = (one.reshape(-1, 1).contiguous().view(torch.uint8), other.reshape(-1, 1).contiguous().view(torch.uint8))
-    changed = int((rows[0] != rows[1]).any(1).sum())
     if not one.is_floating_point():  # Python's integers are exact: a float64 does not tell 2^60 from 2^60 + 1
         gap = max(abs(a - b) for a, b in zip(one.flatten().tolist(), other.flatten().tolist(), strict=True))
         return Difference(where, f"{changed} of {one.numel()} elements, by at most {gap}")
@@ -198,10 +198,6 @@ def _gaps(one: Tensor, other: Tensor) -> Tensor:
     gaps = (first - second).abs()
     neither = first.isnan() & second.isnan() | (first == second)
     return gaps.nan_to_num(nan=float("inf"), posinf=float("inf")).masked_fill(neither, 0.0)
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _shown(value: object) -> str:

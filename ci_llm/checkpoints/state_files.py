@@ -14,7 +14,7 @@ Objects with `state_dict` are asked for it, wherever they stand. No pickle is wr
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
@@ -114,18 +114,25 @@ def hand_off(state: State) -> list[StateEntry]:
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise CheckpointError("a state is a dict, and its keys are strings: they name the files")
     entries: list[StateEntry] = []
-    names: set[str] = set()
     for key, value in state.items():
         try:
-            entry = _entry(key, value)
-            own = {check_name(name) for name in entry.file_names}
+            entries.append(_entry(key, value))
+            for name in entries[-1].file_names:
+                check_name(name)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the state cannot be saved: {error}", where=f"key {key!r}") from error
-        if clash := sorted(names & own):
-            raise CheckpointError(f"two keys of the state are both written as {clash[0]}", where=f"key {key!r}")
-        names |= own
-        entries.append(entry)
+    require_own_files(entries)
     return entries
+
+
+def require_own_files(entries: Iterable[StateEntry]) -> None:
+    """Raises CheckpointError: two entries share a file."""
+    names: set[str] = set()
+    for entry in entries:
+        for name in entry.file_names:
+            if name in names:
+                raise CheckpointError(f"two keys of the state are both written as {name}", where=f"key {entry.key!r}")
+            names.add(name)
 
 
 def files_of(entries: Sequence[StateEntry], bodies: Sequence[memoryview | None] | None = None) -> dict[str, FileImage]:

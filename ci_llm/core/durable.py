@@ -156,10 +156,7 @@ def read_json(path: Path | str) -> object:
 
 def read_object(path: Path | str) -> dict[str, Any]:
     """The JSON object in a file. Raises FileNotFoundError, and ValueError for a file that holds something else."""
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
-    return value
+    return read_as(dict[str, Any], path)
 
 
 def read_as(kind: type[T], path: Path | str) -> T:

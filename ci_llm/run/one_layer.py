@@ -25,8 +25,8 @@ from ci_llm.base.targets import layer_list, layer_numbers, text_model
 from ci_llm.checkpoints.manifest import digest
 from ci_llm.config import Config
 from ci_llm.core import determinism
+from ci_llm.core.determinism import FAST, PLAIN, names, names_of_all
 from ci_llm.core.memory import unless_out_of_memory
-from ci_llm.core.numerics import FAST, PLAIN, names, names_of_all
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.agent_rows import sampled
 from ci_llm.data.batches import MicroBatch, Owned, pack

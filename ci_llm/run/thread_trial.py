@@ -17,9 +17,9 @@ import torch
 
 from ci_llm.checkpoints.manifest import digest
 from ci_llm.config.own_keys import AUTO
+from ci_llm.core.determinism import names
 from ci_llm.core.durable import make_folders, read_object, write_json
 from ci_llm.core.memory import unless_out_of_memory
-from ci_llm.core.numerics import names
 from ci_llm.core.remote import cache_folder
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from ci_llm.checkpoints import backends
 from ci_llm.checkpoints.async_saver import SaveTask
-from ci_llm.checkpoints.manifest import FileImage, FileRecord, check_name, digest
-from ci_llm.checkpoints.state_files import StateEntry, index_name
+from ci_llm.checkpoints.manifest import FileImage, FileRecord, digest
+from ci_llm.checkpoints.state_files import StateEntry, index_name, require_own_files
 from ci_llm.checkpoints.store import CheckpointStore, OtherWriters, SaveResult
 from ci_llm.core.typed_json import dump_json, load_json
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel
@@ -85,7 +85,7 @@ def deal(entries: Sequence[StateEntry], count: int) -> list[Part]:
     parts[0] += texts
     for key in spread:
         _spread(key, shares, parts)
-    _require_own_files([entry for part in parts for entry in part])
+    require_own_files(entry for part in parts for entry in part)
     return parts
 
 
@@ -111,14 +111,6 @@ def _spread(key: str, shares: Sequence[Sequence[_Piece]], parts: Sequence[Part])
     total = sum(tensor.nbytes for _, tensors in held for tensor in tensors.values())
     index = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
     parts[0].append(StateEntry(index_name(key), "bytes", index.encode()))
-
-
-def _require_own_files(entries: Sequence[StateEntry]) -> None:
-    names: set[str] = set()
-    for name in (check_name(name) for entry in entries for name in entry.file_names):
-        if name in names:
-            raise CheckpointError(f"two keys of the state are both written as {name}", hint="rename one of them")
-        names.add(name)
 
 
 def outline(parts: Sequence[Part]) -> str:

@@ -1,6 +1,6 @@
 """How a run resumes from a checkpoint, and how exactly; what a checkpoint holds is said in run_checkpoint.py.
 
-The log names a grade of exactness: `bitwise` (the names of `core/numerics.py` and the digest of a layer are those of
+The log names a grade of exactness: `bitwise` (the names of `core/determinism.py` and the digest of a layer are those of
 the checkpoint, and so are processes, micro-batch and threads), `sample-exact` (the same samples in the same optimizer
 steps; sums may round differently), or `state-exact` (the same state to resume from, on a device that may round
 differently each time). It adds which keys make it another run from here on, because rows, mathematics or the schedule
@@ -22,7 +22,7 @@ from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.config import Change, Config, as_typed, parse_config
 from ci_llm.config.schema import with_trait
 from ci_llm.core import determinism
-from ci_llm.core.numerics import differences
+from ci_llm.core.determinism import differences
 from ci_llm.core.remote import is_url
 from ci_llm.crowd.crowd import load_state, shape_of
 from ci_llm.crowd.given_path import META, require_checkpoint, require_run
