@@ -76,8 +76,8 @@ class Arena:
         if nbytes > self._block.nbytes or (pinned and not self._block.is_pinned()):
             self._places, self.bodies = [], []
             was_pinned, self._block = self._block.is_pinned(), torch.empty(0, dtype=torch.uint8)
-            if was_pinned:
-                _free_pinned()
+            if was_pinned and hasattr(torch.accelerator, "empty_host_cache"):
+                torch.accelerator.empty_host_cache()  # else torch keeps page-locked memory for later
             self._block = _allocate(nbytes, pinned)  # the old block is free: never two of them at once
 
 
@@ -168,12 +168,6 @@ def _views(block: Tensor, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         parts = block[:nbytes].view(dtype).split(counts)
         yield from (part.view(tensor.shape) for part, tensor in zip(parts, alike, strict=True))
         block = block[nbytes:]
-
-
-def _free_pinned() -> None:
-    """Give the machine back what torch keeps of page-locked memory for later."""
-    if hasattr(torch.accelerator, "empty_host_cache"):
-        torch.accelerator.empty_host_cache()
 
 
 def _allocate(nbytes: int, pinned: bool) -> Tensor:

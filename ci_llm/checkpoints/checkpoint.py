@@ -135,8 +135,7 @@ def compare(one: Checkpoint, other: Checkpoint) -> Comparison:
     paths = sorted({**ours, **theirs})
     compared = [_compare(path, ours.get(path, _MISSING), theirs.get(path, _MISSING)) for path in paths]
     found = [difference for difference in compared if difference is not None]
-    found.sort(key=lambda difference: -1.0 if difference.largest is None else -difference.largest)
-    found.sort(key=lambda difference: (not difference.counts, difference.largest is None))
+    found.sort(key=lambda each: (not each.counts, each.largest is None, -(each.largest or 0.0)))
     tensors = sum(isinstance(leaf, Tensor) for leaf in ours.values())
     return Comparison(tuple(found), tensors, len(ours) - tensors)
 
