@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ci_llm.checkpoints.state_files import Snapshot, StateEntry, snapshot_of
+from ci_llm.checkpoints.manifest import FileImage
+from ci_llm.checkpoints.state_files import StateEntry, files_of
 from ci_llm.checkpoints.store import SaveResult
 from ci_llm.errors import CheckpointError, CiLlmError
 
@@ -75,8 +76,8 @@ class Arena:
         if nbytes > self._block.nbytes or (pinned and not self._block.is_pinned()):
             self._places, self.bodies = [], []
             was_pinned, self._block = self._block.is_pinned(), torch.empty(0, dtype=torch.uint8)
-            if was_pinned:
-                _free_pinned()
+            if was_pinned and hasattr(torch.accelerator, "empty_host_cache"):
+                torch.accelerator.empty_host_cache()  # else torch keeps page-locked memory for later
             self._block = _allocate(nbytes, pinned)  # the old block is free: never two of them at once
 
 
@@ -111,7 +112,7 @@ class Copy:
         devices = {tensor.device for tensor in chain(tensors_now, self._tensors) if tensor.is_cuda}
         self._begun = [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
 
-    def finish(self) -> Snapshot:
+    def finish(self) -> dict[str, FileImage]:
         """Copy the rest and return the files of the state as it was when the copy was begun.
 
         Raises:
@@ -126,7 +127,7 @@ class Copy:
                 "the state was changed before it was copied: this checkpoint is dropped",
                 hint="give the manager every optimizer of the loop, or call wait_until_copied before changing weights",
             )
-        return snapshot_of(self._entries, self._arena.bodies)
+        return files_of(self._entries, self._arena.bodies)
 
     def _copy_from_gpus(self) -> None:
         self._copy_where([not tensor.is_cuda for tensor in self._tensors])
@@ -169,12 +170,6 @@ def _views(block: Tensor, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         block = block[nbytes:]
 
 
-def _free_pinned() -> None:
-    """Give the machine back what torch keeps of page-locked memory for later."""
-    if hasattr(torch.accelerator, "empty_host_cache"):
-        torch.accelerator.empty_host_cache()
-
-
 def _allocate(nbytes: int, pinned: bool) -> Tensor:
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
@@ -207,7 +202,7 @@ class SaveTask:
     """
 
     entries: Sequence[StateEntry]
-    save: Callable[[Callable[[], Snapshot]], SaveResult]
+    save: Callable[[Callable[[], dict[str, FileImage]]], SaveResult]
     give_up: Callable[[], object] = lambda: None
 
 
@@ -301,7 +296,7 @@ def _one_thread() -> ThreadPoolExecutor:
 
 
 def _run(copy: Copy, copied: threading.Event, task: SaveTask, done: Callable[[SaveResult], object]) -> None:
-    def take() -> Snapshot:
+    def take() -> dict[str, FileImage]:
         try:
             return copy.finish()
         finally:

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ci_llm.checkpoints.layout import Opened, open_folder
-from ci_llm.checkpoints.manifest import MANIFEST, FileImage, Manifest
-from ci_llm.checkpoints.state_files import State, read_snapshot, take_snapshot
+from ci_llm.checkpoints.manifest import MANIFEST, FileImage, Manifest, Opened, open_folder
+from ci_llm.checkpoints.state_files import State, files_of, hand_off, read_state
 from ci_llm.checkpoints.store import clear, commit, refuse_run, require_space
 from ci_llm.core.durable import DISK, Filesystem, make_folders, replace_folder
 from ci_llm.errors import CheckpointError
@@ -32,7 +31,7 @@ class Checkpoint:
 
 def decode(opened: Opened) -> Checkpoint:
     """The checkpoint in a folder that was read. Raises DamagedCheckpoint: the files do not have their form."""
-    return Checkpoint(read_snapshot(opened.manifest.forms, opened.files), opened.manifest, opened.folder)
+    return Checkpoint(read_state(opened.manifest.forms, opened.files), opened.manifest, opened.folder)
 
 
 def load_checkpoint(folder: Path | str) -> Checkpoint:
@@ -60,10 +59,11 @@ def write_checkpoint(
     Raises:
         CheckpointError: the state holds a value that cannot be saved, or the disk failed.
     """
-    snapshot = take_snapshot(state)
-    records = {name: image.record() for name, image in snapshot.files.items()}
-    manifest = Manifest(step, 0, time.time(), snapshot.forms, records, info or {})
-    write_files_as(folder, manifest, snapshot.files, disk=disk)
+    entries = hand_off(state)
+    files, forms = files_of(entries), {entry.key: entry.form for entry in entries}
+    records = {name: image.record() for name, image in files.items()}
+    manifest = Manifest(step, 0, time.time(), forms, records, info or {})
+    write_files_as(folder, manifest, files, disk=disk)
     return manifest
 
 
@@ -135,8 +135,7 @@ def compare(one: Checkpoint, other: Checkpoint) -> Comparison:
     paths = sorted({**ours, **theirs})
     compared = [_compare(path, ours.get(path, _MISSING), theirs.get(path, _MISSING)) for path in paths]
     found = [difference for difference in compared if difference is not None]
-    found.sort(key=lambda difference: -1.0 if difference.largest is None else -difference.largest)
-    found.sort(key=lambda difference: (not difference.counts, difference.largest is None))
+    found.sort(key=lambda each: (not each.counts, each.largest is None, -(each.largest or 0.0)))
     tensors = sum(isinstance(leaf, Tensor) for leaf in ours.values())
     return Comparison(tuple(found), tensors, len(ours) - tensors)
 
@@ -181,10 +180,10 @@ def _compare(path: LeafPath, one: Any, other: Any) -> Difference | None:
 def _compare_tensors(where: str, one: Tensor, other: Tensor) -> Difference | None:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return Difference(where, f"{_shown(one)} in A, {_shown(other)} in B")
-    if torch.equal(_raw(one), _raw(other)):
+    ours, theirs = (tensor.reshape(-1, 1).contiguous().view(torch.uint8) for tensor in (one, other))
+    changed = int((ours != theirs).any(1).sum())
+    if not changed:
         return None
-    rows = (one.reshape(-1, 1).contiguous().view(torch.uint8), other.reshape(-1, 1).contiguous().view(torch.uint8))
-    changed = int((rows[0] != rows[1]).any(1).sum())
     if not one.is_floating_point():  # Python's integers are exact: a float64 does not tell 2^60 from 2^60 + 1
         gap = max(abs(a - b) for a, b in zip(one.flatten().tolist(), other.flatten().tolist(), strict=True))
         return Difference(where, f"{changed} of {one.numel()} elements, by at most {gap}")
@@ -198,10 +197,6 @@ def _gaps(one: Tensor, other: Tensor) -> Tensor:
     gaps = (first - second).abs()
     neither = first.isnan() & second.isnan() | (first == second)
     return gaps.nan_to_num(nan=float("inf"), posinf=float("inf")).masked_fill(neither, 0.0)
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _shown(value: object) -> str:

@@ -18,22 +18,13 @@ import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from ci_llm.checkpoints.manifest import MANIFEST, STEP_FOLDER, Manifest, read_folder, read_step
+from ci_llm.checkpoints.manifest import MANIFEST, STEP_FOLDER, Opened, open_folder, read_step
 from ci_llm.core.durable import Filesystem, commit_folder, make_folders
 from ci_llm.core.run_folder import is_run
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 
 FINAL = "final_checkpoint"
-
-
-class Opened(NamedTuple):
-    """A committed folder of which every byte was read once and verified."""
-
-    folder: Path
-    manifest: Manifest
-    files: dict[str, bytes]
 
 
 def step_folder(directory: Path, step: int) -> Path:
@@ -89,11 +80,6 @@ def folders_of(directory: Path, step: int) -> list[Path]:
         return found
     steps = ", ".join(str(known) for known in sorted({known for known, _ in line})) or "none"
     raise CheckpointError(f"there is no step {step}; committed: {steps}", where=str(directory))
-
-
-def open_folder(folder: Path) -> Opened:
-    """Read and verify one committed folder. Raises DamagedCheckpoint: it is not as it was written."""
-    return Opened(folder, *read_folder(folder))
 
 
 def open_step(directory: Path, step: int) -> Opened:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ci_llm.checkpoints.layout import in_transit
 from ci_llm.cluster.launch import job_and_round
-from ci_llm.core.durable import DISK, PARTIAL, Filesystem, make_folders, read_fields, remove_tree, sync_tree, write_new
+from ci_llm.core.durable import DISK, PARTIAL, Filesystem, make_folders, read_as, remove_tree, sync_tree, write_new
 from ci_llm.core.quantities import duration
 from ci_llm.core.run_folder import LAUNCH_TOKEN
 from ci_llm.core.run_status import is_alive, pid_space, started_since_boot_s
@@ -232,8 +232,8 @@ def _why_over(owner: Owner, me: Owner, silent_s: float, timeout_s: float, folder
 def _owner_of(folder: Path) -> Owner:
     """Who made an attempt's folder; an unknown owner if the file is damaged: then only the heartbeat tells."""
     try:
-        return Owner(**read_fields(Owner, folder / OWNER_FILE))
-    except (ValueError, TypeError):
+        return read_as(Owner, folder / OWNER_FILE)
+    except ValueError:
         return Owner("unknown", 0)
 
 

@@ -100,10 +100,8 @@ class CheckpointManager:
         self._interrupts, self._own_interrupts = interrupts or Interrupts(), interrupts is None
         self._processes = processes or TorchProcessGroup(getattr(accelerator, "device", None))
         shield_workers(*getattr(accelerator, "_dataloaders", ()))
-        self.store = CheckpointStore(
-            Path(directory).absolute(),  # the loop may change the working folder, also while a save is in flight
-            save_total_limit=max_to_keep,
-        )
+        # Absolute: the loop may change the working folder, also while a save is in flight.
+        self.store = CheckpointStore(Path(directory).absolute(), save_total_limit=max_to_keep)
         self.directory = self.store.directory
         self.saver = Saver(self.store, self._processes, checkpoint_backend, accelerator, asynchronous=async_save)
         for optimizer in optimizers:

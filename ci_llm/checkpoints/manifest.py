@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import xxhash
+from pydantic import AfterValidator
 
 from ci_llm.core.durable import Bytes, read_chunks, read_exactly
 from ci_llm.core.run_folder import is_run
-from ci_llm.core.typed_json import Json, decode, encode, seal, unseal
+from ci_llm.core.typed_json import Json, as_type, decode, encode, seal, unseal
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, OtherFormat
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class Manifest:
     attempt: int
     wall_time: float
     forms: Mapping[str, str]
-    files: Mapping[str, FileRecord]
+    files: Mapping[Annotated[str, AfterValidator(check_name)], FileRecord]
     info: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -119,25 +120,8 @@ class Manifest:
         """
         body = unseal(data, _SEAL, "the manifest")
         _check_version(body.get("format_version"))
-        match body:
-            case {
-                "step": int(step),
-                "attempt": int(attempt),
-                "wall_time": float(wall_time),
-                "forms": dict(forms),
-                "files": dict(files),
-            }:
-                records = {check_name(name): _parse(file) for name, file in files.items()}
-                info = {key: decode(value) for key, value in body.items() if key not in OWN_KEYS}
-                return cls(step, attempt, wall_time, {k: str(v) for k, v in forms.items()}, records, info)
-        raise ValueError("the manifest lacks a field")
-
-
-def _parse(value: Json) -> FileRecord:
-    match value:
-        case {"size": int(size), "digest": str(whole)}:
-            return FileRecord(size, whole)
-    raise ValueError("the manifest describes a file without size or digest")
+        info = {key: decode(value) for key, value in body.items() if key not in OWN_KEYS}
+        return as_type(cls, {**body, "info": info})
 
 
 def _check_version(version: Json) -> None:
@@ -253,7 +237,20 @@ def _require_digests(folder: Path, records: Mapping[str, FileRecord], from_disk:
         raise ValueError(_few(damaged, "; "))
 
 
-def read_folder(folder: Path) -> tuple[Manifest, dict[str, bytes]]:
+class Opened(NamedTuple):
+    """A committed folder of which every byte was read once and verified."""
+
+    folder: Path
+    manifest: Manifest
+    files: dict[str, bytes]
+
+    @property
+    def images(self) -> dict[str, FileImage]:
+        """The files, to be written again."""
+        return {name: FileImage((data,)) for name, data in self.files.items()}
+
+
+def open_folder(folder: Path) -> Opened:
     """The manifest and the bytes of every file; what is returned is what was verified.
 
     Raises:
@@ -263,7 +260,7 @@ def read_folder(folder: Path) -> tuple[Manifest, dict[str, bytes]]:
     with as_damage(folder):
         _check_listing(folder, manifest)
         files = {name: _read_verified(folder, name, record) for name, record in manifest.files.items()}
-    return manifest, files
+    return Opened(folder, manifest, files)
 
 
 def name_unlisted(folder: Path, manifest: Manifest) -> None:

@@ -20,7 +20,7 @@ from ci_llm.checkpoints.backends import SaveRequest, open_backend
 from ci_llm.checkpoints.due import Due, Votes
 from ci_llm.checkpoints.gradients import KEY, Gradients
 from ci_llm.checkpoints.manifest import copy_info
-from ci_llm.checkpoints.state_files import State, StateEntry, from_bytes, hand_off, snapshot_of, take_snapshot, to_bytes
+from ci_llm.checkpoints.state_files import State, StateEntry, files_of, from_bytes, hand_off, to_bytes
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, CheckpointStore, SaveResult
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, is_true_anywhere
 from ci_llm.errors import CheckpointError
@@ -183,8 +183,8 @@ class Saver:
         self.require_open()
         self.behind.wait()
         self._store.acquire_lease(SURVIVOR_TIMEOUT_S)
-        snapshot = take_snapshot(state)
-        return self._note(self._store.save(step, snapshot.files, forms=snapshot.forms, info=info, keep=keep))
+        entries = hand_off(state)
+        return self._note(SaveRequest(self._store, step, entries, info, keep).commit(files_of(entries)))
 
     def finish(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> bool:
         """Make `final_checkpoint` of a committed step, the newest by default, and `extra` files. A collective."""
@@ -239,7 +239,7 @@ class Saver:
 
     def _save_now(self, task: SaveTask | None) -> bool:
         def work() -> bool:
-            return task is not None and self._note(task.save(partial(snapshot_of, task.entries)))
+            return task is not None and self._note(task.save(partial(files_of, task.entries)))
 
         # Only process 0 knows whether the disk took the checkpoint: telling the others costs one collective more.
         return is_true_anywhere(self._processes, work)

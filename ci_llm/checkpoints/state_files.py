@@ -14,7 +14,7 @@ Objects with `state_dict` are asked for it, wherever they stand. No pickle is wr
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeGuard
 
@@ -48,14 +48,6 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A state as files in memory, and the form of each of its keys."""
-
-    files: dict[str, FileImage]
-    forms: dict[str, str]
 
 
 # Writing
@@ -122,27 +114,29 @@ def hand_off(state: State) -> list[StateEntry]:
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise CheckpointError("a state is a dict, and its keys are strings: they name the files")
     entries: list[StateEntry] = []
-    names: set[str] = set()
     for key, value in state.items():
         try:
-            entry = _entry(key, value)
-            own = {check_name(name) for name in entry.file_names}
+            entries.append(_entry(key, value))
+            for name in entries[-1].file_names:
+                check_name(name)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the state cannot be saved: {error}", where=f"key {key!r}") from error
-        if clash := sorted(names & own):
-            raise CheckpointError(f"two keys of the state are both written as {clash[0]}", where=f"key {key!r}")
-        names |= own
-        entries.append(entry)
+    require_own_files(entries)
     return entries
 
 
-def take_snapshot(state: State) -> Snapshot:
-    """The files of `state`. Tensors on the CPU are viewed, not copied. Raises as `hand_off` does."""
-    return snapshot_of(hand_off(state))
+def require_own_files(entries: Iterable[StateEntry]) -> None:
+    """Raises CheckpointError: two entries share a file."""
+    names: set[str] = set()
+    for entry in entries:
+        for name in entry.file_names:
+            if name in names:
+                raise CheckpointError(f"two keys of the state are both written as {name}", where=f"key {entry.key!r}")
+            names.add(name)
 
 
-def snapshot_of(entries: Sequence[StateEntry], bodies: Sequence[memoryview | None] | None = None) -> Snapshot:
-    """The files of a state that was handed off.
+def files_of(entries: Sequence[StateEntry], bodies: Sequence[memoryview | None] | None = None) -> dict[str, FileImage]:
+    """The files of a state that was handed off. Tensors on the CPU are viewed, not copied.
 
     Args:
         bodies: the bytes of each entry's tensors; where there are none, they are looked up in the tensors.
@@ -150,7 +144,7 @@ def snapshot_of(entries: Sequence[StateEntry], bodies: Sequence[memoryview | Non
     files: dict[str, FileImage] = {}
     for entry, body in zip(entries, bodies or [None] * len(entries), strict=True):
         files |= entry.images(body)
-    return Snapshot(files, {entry.key: entry.form for entry in entries})
+    return files
 
 
 def _entry(key: str, value: object) -> StateEntry:
@@ -280,8 +274,11 @@ def _raw_bytes(tensor: Tensor) -> memoryview:
 # Reading
 
 
-def read_snapshot(forms: Mapping[str, str], files: Mapping[str, bytes]) -> dict[str, Any]:
-    """The state that `take_snapshot` wrote, its tensors on the CPU.
+def read_state(forms: Mapping[str, str], files: Mapping[str, bytes]) -> dict[str, Any]:
+    """The state that was written as these files, its tensors on the CPU.
+
+    Args:
+        forms: those of the entries, by their keys.
 
     Raises:
         DamagedCheckpoint: the files do not have the form that the manifest says.
@@ -352,7 +349,7 @@ def to_bytes(value: Any) -> bytes:
     Raises:
         CheckpointError: it holds a value that cannot be saved.
     """
-    images = take_snapshot({"value": {"content": value}}).files
+    images = files_of(hand_off({"value": {"content": value}}))
     parts = {name: b"".join(image.parts) for name, image in images.items()}
     text = parts.get("value.json", b"")
     return len(text).to_bytes(8, "little") + text + parts.get("value.safetensors", b"")
@@ -363,4 +360,4 @@ def from_bytes(message: bytes) -> Any:
     end = 8 + int.from_bytes(message[:8], "little")
     files = {"value.json": message[8:end], "value.safetensors": message[end:]}
     form = "tree" if message[end:] and end > 8 else "tensors" if message[end:] else "plain"
-    return read_snapshot({"value": form}, files)["value"]["content"]
+    return read_state({"value": form}, files)["value"]["content"]

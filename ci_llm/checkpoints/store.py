@@ -22,13 +22,15 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from ci_llm.checkpoints import layout
-from ci_llm.checkpoints.layout import FINAL, Opened, committed, step_folder
+from ci_llm.checkpoints.layout import FINAL, committed, step_folder
 from ci_llm.checkpoints.lease import Lease, Owner, acquire_lease, leftovers
 from ci_llm.checkpoints.manifest import (
     MANIFEST,
     FileImage,
     FileRecord,
     Manifest,
+    Opened,
+    open_folder,
     read_manifest,
     verify_files,
     verify_folder,
@@ -323,7 +325,7 @@ class CheckpointStore:
         """
         if self._opened is None or not self.is_newest(self._opened, at_most):
             self._opened = None  # the old one goes first: never two in memory
-            self._opened = self._newest(layout.open_folder, heal, at_most)
+            self._opened = self._newest(open_folder, heal, at_most)
         newest = None if self._opened is None else self._opened.manifest.step
         if at_most is None:
             self._newest_known = (newest,)
@@ -457,13 +459,12 @@ class CheckpointStore:
             return _not_saved(final, newest, cause, began)
         if step not in (None, newest):
             opened = self.read(step)
-        _, manifest, contents = opened
+        manifest = opened.manifest
         added = {name: FileImage((data,)) for name, data in (extra or {}).items()}
-        files = {name: FileImage((data,)) for name, data in contents.items()} | added
         records = {**manifest.files, **{name: image.record() for name, image in added.items()}}
         forms = {**manifest.forms, **dict.fromkeys(added, "bytes")}
         whole = replace(manifest, files=records, forms=forms)
-        cause = self._commit(final, files, whole)
+        cause = self._commit(final, opened.images | added, whole)
         if cause:
             return _not_saved(final, manifest.step, cause, began)
         return SaveResult(manifest.step, True, "", whole.nbytes, time.monotonic() - began)
@@ -511,8 +512,7 @@ class CheckpointStore:
     # Committing
 
     def _put(self, opened: Opened, name: str) -> Exception | None:
-        files = {key: FileImage((data,)) for key, data in opened.files.items()}
-        return self._commit(self.directory / name, files, opened.manifest)
+        return self._commit(self.directory / name, opened.images, opened.manifest)
 
     def _commit(
         self, target: Path, files: Mapping[str, FileImage], manifest: Manifest, others: OtherWriters = NO_OTHERS

@@ -136,7 +136,6 @@ class Launch:
             `accelerate launch --multi_gpu` uses), "srun" or "mpirun".
         num_processes: the processes of the whole run, over all machines.
         process_index: 0 to num_processes - 1; 0 is the main process.
-        local_index: the number of this process on its machine.
         num_local_processes: processes on this machine.
         requested_processes: the `--num_processes` of an `accelerate launch` that started a single process
             nevertheless; 0 if it was asked for several and the number is not on its command line; None otherwise.
@@ -151,7 +150,6 @@ class Launch:
     launcher: str
     num_processes: int = 1
     process_index: int = 0
-    local_index: int = 0
     num_local_processes: int = 1
     requested_processes: int | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -234,7 +232,6 @@ def _placed(launch: Launch, names: _Variables, num_processes: int, environ: Mapp
         launch,
         num_processes=num_processes,
         process_index=process_index,
-        local_index=local_index,
         num_local_processes=num_local,
         variables={name: str(value) for name, value in place.items()},
     )

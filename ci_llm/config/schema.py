@@ -97,8 +97,8 @@ else:
         | Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
     )
     Aggregator = Literal[plugin_names("ci_llm.crowd.aggregators")]
-    Tracker = Literal[plugin_names("ci_llm.logs.trackers", first="tensorboard")]
-    Backend = Literal[plugin_names("ci_llm.checkpoints.backends", first="vanilla")]
+    Tracker = Literal[plugin_names("ci_llm.logs.trackers")]
+    Backend = Literal[plugin_names("ci_llm.checkpoints.backends")]
 Trackers = Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)]
 
 

@@ -18,16 +18,12 @@ import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
-from ci_llm.core.typed_json import dump_json, load_json
+from ci_llm.core.typed_json import as_type, dump_json, load_json
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-
+T = TypeVar("T")
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
 
 PARTIAL = ".partial"
@@ -160,21 +156,17 @@ def read_json(path: Path | str) -> object:
 
 def read_object(path: Path | str) -> dict[str, Any]:
     """The JSON object in a file. Raises FileNotFoundError, and ValueError for a file that holds something else."""
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
-    return value
+    return read_as(dict[str, Any], path)
 
 
-def read_fields(kind: type[DataclassInstance], path: Path | str) -> dict[str, Any]:
-    """The fields of the dataclass `kind` that a file holds; others are skipped: a newer version may have them.
+def read_as(kind: type[T], path: Path | str) -> T:
+    """The dataclass, or another type with annotations, that a file holds.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file does not hold a JSON object.
+        ValueError: the file holds something else; see `as_type`.
     """
-    value = read_object(path)
-    return {field.name: value[field.name] for field in fields(kind) if field.name in value}
+    return as_type(kind, read_json(path))
 
 
 def write_new(path: Path, parts: Iterable[Bytes], *, disk: Filesystem = DISK) -> int:

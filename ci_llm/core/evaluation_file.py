@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal
-
-from pydantic import TypeAdapter, ValidationError
 
 from ci_llm.core.durable import read_object, write_json
 from ci_llm.core.measures import METRICS, JudgedBy, Measures, measures_of
 from ci_llm.core.run_folder import EVALUATION, parsed
+from ci_llm.core.typed_json import as_plain, as_type
 
 
 @dataclass(frozen=True)
@@ -293,7 +291,7 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of evaluation.json."""
-        found: dict[str, Any] = _adapter().dump_python(self, mode="json", exclude_defaults=True)
+        found = as_plain(self, exclude_defaults=True)
         for part in _FLAT:
             found |= found.pop(part, {})
         return found
@@ -303,23 +301,10 @@ class Evaluation:
         """The inverse of `to_dict`.
 
         Raises:
-            KeyError: a part is missing.
-            ValueError: a part is not of its type.
+            ValueError: a part is missing, or not of its type.
         """
         flat = {part: content for part, own in _FLAT.items() if own in content}
-        try:
-            return _adapter().validate_python({**content, **flat})
-        except ValidationError as error:
-            first = error.errors()[0]
-            address = ".".join(map(str, first["loc"]))
-            raise (
-                KeyError(address) if first["type"] == "missing" else ValueError(f"{address}: {first['msg']}")
-            ) from error
-
-
-@cache
-def _adapter() -> TypeAdapter[Evaluation]:
-    return TypeAdapter(Evaluation)
+        return as_type(cls, {**content, **flat})
 
 
 def write_evaluation(run_folder: Path, evaluation: Evaluation, staging: Path | None) -> None:

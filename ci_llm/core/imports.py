@@ -60,9 +60,11 @@ def importing() -> Iterator[None]:
 
 #: The values that a package defines itself, beside those that are files in its folder; the first is the default.
 _OWN: Final = {
+    "ci_llm.checkpoints.backends": "vanilla",
     "ci_llm.crowd.aggregators": "probability logit majority rerank weighted_vote",
     "ci_llm.crowd.diversity": "none swd",
     "ci_llm.crowd.metrics": "exact_match string_match",
+    "ci_llm.logs.trackers": "tensorboard mlflow trackio wandb",
     "ci_llm.objectives": "sft classification dpo kto orpo regression reward simpo",
 }
 

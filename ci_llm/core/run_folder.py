@@ -1,5 +1,6 @@
-"""The folder of a run: the names of its parts, and the small records in it that later attempts read.
+"""The folder of a run: the names of its parts, its metrics, and the small records in it that later attempts read.
 
+metrics.jsonl            numbers by optimizer step; this is the one way to read them
 attempts/<n>/            the step at which an attempt began, and in process_<i>.json why its processes failed
 skipped_batches.json     the batches that the next attempts skip, whichever checkpoint they resume from
 recovery.json            what the supervisor asks of the next attempts
@@ -9,30 +10,29 @@ hub.json                 how the last push of the result to the hub ended, for t
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
+import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import psutil
+from pydantic import Field
 
-from ci_llm.core.durable import make_folders, read_fields, read_json, read_object, write_json
+from ci_llm.core.durable import make_folders, read_as, read_object, write_json
 from ci_llm.errors import BadInput, CheckpointError, CiLlmError
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 
 logger = logging.getLogger(__name__)
 
-Record = TypeVar("Record", bound="DataclassInstance")
 T = TypeVar("T")
 
 MOVE_AWAY: Final = "move it away"
@@ -159,15 +159,13 @@ def earliest_failure(failures: Iterable[Failure]) -> Failure | None:
     return min(failures, key=lambda failure: (failure.reason == PEER_LOST, failure.time), default=None)
 
 
-def read_record(kind: type[Record], path: Path) -> Record:
-    """The dataclass `kind` from a file. Fields that `kind` does not know are skipped: a newer version may have them.
+def read_record(kind: type[T], path: Path) -> T:
+    """The dataclass `kind` from a file.
 
     Raises:
         BadInput: the file was not written by this program, or may not be read. FileNotFoundError, NotADirectoryError.
     """
-    return parsed(
-        path, lambda file: kind(**read_fields(kind, file)), f"this is not the {kind.__name__.lower()} of a run"
-    )
+    return parsed(path, partial(read_as, kind), f"this is not the {kind.__name__.lower()} of a run")
 
 
 def parsed(
@@ -196,14 +194,14 @@ def parsed(
         raise error(f"{what}: {damage}", where=str(path), hint=hint) from damage
 
 
-def read_known(path: Path, parse: Callable[[Path], T], what: str, hint: str = MOVE_AWAY) -> T | None:
-    """The value that `parse` returns for a file that an earlier attempt may have left; None without the file.
+def read_known(kind: type[T], path: Path, what: str, hint: str = MOVE_AWAY) -> T | None:
+    """The value of a type from a file that an earlier attempt may have left; None without the file.
 
     Raises:
         CheckpointError: the file was not written by this program, or may not be read.
     """
     try:
-        return parsed(path, parse, what, error=CheckpointError, hint=hint)
+        return parsed(path, partial(read_as, kind), what, error=CheckpointError, hint=hint)
     except FileNotFoundError:
         return None
 
@@ -263,7 +261,6 @@ def last_push(run_folder: Path) -> PushRecord | None:
 
 
 RECOVERY: Final = "recovery.json"
-_FACTOR: Final = "learning_rate_factor"  # its name in the file
 
 
 @dataclass(frozen=True)
@@ -274,20 +271,20 @@ class Recovery:
     part of the state of the run and not of its configuration: a resume never refuses them.
 
     Attributes:
-        lr_factor: multiplies the scheduled learning rate of every agent; in the file it is `learning_rate_factor`.
         micro_batch_size: the most rows per process and micro-step; the effective batch stays the same.
         resume_at_most_step: the next attempt resumes from the newest checkpoint of this step or before (0: a fresh
             start); newer ones are superseded. It holds only while status.json names `after_attempt`: the attempt that
             applies it writes its own number there, and later attempts resume from their newest checkpoint again.
         after_attempt: the attempt after which `resume_at_most_step` holds.
         because: the reasons for people, in the order of the events.
+        learning_rate_factor: multiplies the scheduled learning rate of every agent.
     """
 
-    lr_factor: float = 1.0
     micro_batch_size: int | None = None
     resume_at_most_step: int | None = None
     after_attempt: int | None = None
     because: tuple[str, ...] = ()
+    learning_rate_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     def latest_step_allowed(self, last_attempt: int | None) -> int | None:
         """The newest step from which an attempt after `last_attempt` may resume; None for any."""
@@ -300,18 +297,7 @@ def read_recovery(run_folder: Path | str) -> Recovery:
     Raises:
         CheckpointError: the file was not written by this program. To ignore it would repeat the failure.
     """
-    return read_known(Path(run_folder, RECOVERY), _parsed_recovery, "the recovery state cannot be read") or Recovery()
-
-
-def _parsed_recovery(path: Path) -> Recovery:
-    values, factor = read_fields(Recovery, path), read_object(path).get(_FACTOR, 1.0)
-    recovery = Recovery(**values | {"lr_factor": factor, "because": tuple(values.get("because", ()))})
-    if not (0 < recovery.lr_factor <= 1 and math.isfinite(recovery.lr_factor)):
-        raise ValueError(f"{_FACTOR} {recovery.lr_factor}")
-    for name in ("micro_batch_size", "resume_at_most_step", "after_attempt"):
-        if not isinstance(getattr(recovery, name), int | None):
-            raise ValueError(f"{name} {getattr(recovery, name)}")
-    return recovery
+    return read_known(Recovery, Path(run_folder, RECOVERY), "the recovery state cannot be read") or Recovery()
 
 
 def write_recovery(run_folder: Path | str, recovery: Recovery) -> None:
@@ -321,7 +307,6 @@ def write_recovery(run_folder: Path | str, recovery: Recovery) -> None:
         CheckpointError: the disk refuses the file.
     """
     value = asdict(recovery) | {"because": list(recovery.because)}
-    value[_FACTOR] = value.pop("lr_factor")
     hint = "make space there; the same command resumes from the last checkpoint"
     write_known(Path(run_folder, RECOVERY), value, "the recovery state", hint)
 
@@ -351,12 +336,8 @@ def read_skipped_batches(run_folder: Path) -> list[BadBatch]:
     Raises:
         CheckpointError: the file is not of this program.
     """
-    return read_known(run_folder / SKIPPED_BATCHES, _parsed_batches, "this is not a record of skipped batches") or []
-
-
-def _parsed_batches(path: Path) -> list[BadBatch]:
-    value: Any = read_json(path)
-    return [BadBatch(int(batch["step"]), tuple(batch["rows"])) for batch in value]
+    what = "this is not a record of skipped batches"
+    return read_known(list[BadBatch], run_folder / SKIPPED_BATCHES, what) or []
 
 
 def write_skipped_batches(run_folder: Path, batches: Sequence[BadBatch]) -> None:
@@ -366,6 +347,62 @@ def write_skipped_batches(run_folder: Path, batches: Sequence[BadBatch]) -> None
     except OSError as error:
         logger.warning(f"{SKIPPED_BATCHES} cannot be written, the run continues: {error}")
 
+
+# Metrics. A crash or a full disk may have torn a line, and JSON has no NaN: "nan", "inf" and "-inf" stand for numbers.
+
+METRICS_NAME: Final = "metrics.jsonl"
+Record: TypeAlias = Mapping[str, Any]
+
+
+def record_of(line: bytes) -> Record | None:
+    """The record in a line, which has a step; None for a line that a crash has torn."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+        return None
+    return value if isinstance(value.get("time", 0), int | float) else None
+
+
+def read_records(run_folder: Path) -> tuple[list[Record], int]:
+    """All records in order, and the number of torn lines; no records without a file."""
+    path = run_folder / METRICS_NAME
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    records = [record for record in map(record_of, lines) if record is not None]
+    return records, len(lines) - len(records)
+
+
+def last_records(run_folder: Path, at_most: int) -> list[Record]:
+    """The records in the last `at_most` bytes, in order; none without a file."""
+    try:
+        with (run_folder / METRICS_NAME).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - at_most))
+            return [*filter(None, map(record_of, file.read().splitlines()))]
+    except OSError:  # the file does not exist yet, or no longer
+        return []
+
+
+def metrics_of(run_folder: Path, step: int) -> dict[str, object]:
+    """All values that the file has for `step`; of a name that comes twice, the later value."""
+    records = [record for record in read_records(run_folder)[0] if record["step"] == step]
+    return {name: value for record in records for name, value in record.items()}
+
+
+def number(value: object) -> float:
+    """A value of a record as a number; NaN for a value that is not a number."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def finite_numbers(record: Record) -> Iterator[tuple[str, float]]:
+    """(name, value) of the numbers in a record that are finite."""
+    return ((name, each) for name, each in record.items() if isinstance(each, int | float) and math.isfinite(each))
+
+
+# Names
 
 BEGINNING: Final = "beginning.json"
 #: What attempts have decided about changes of the crowd.
@@ -387,7 +424,7 @@ COMPLETIONS: Final = "completions"
 #: What a run leaves in its folder. When the run is moved aside, everything else stays where it is.
 OF_A_RUN: Final = (
     *("checkpoint_step_*", "final_checkpoint", "quarantine", "superseded", ATTEMPTS, BEGINNING, RECOVERY),
-    *("status.json", "training.log", "metrics.jsonl", EVALUATION, "gpu_stats.json"),
+    *("status.json", "training.log", METRICS_NAME, EVALUATION, "gpu_stats.json"),
     *("tensorboard", "requests", COMPLETIONS, CROWD_CHANGES, SKIPPED_BATCHES, BASE_MODEL),
     *("report.html", PREDICTIONS, "predictions.source.json", "calibration.json", PUSH_RECORD),
 )

@@ -21,7 +21,6 @@ import psutil
 
 from ci_llm.core import run_folder
 from ci_llm.core.durable import make_folders, write_json
-from ci_llm.core.metrics_file import last_records
 from ci_llm.errors import BadInput
 
 logger = logging.getLogger(__name__)
@@ -279,7 +278,7 @@ def keep_status(folder: Path) -> None:
     if status is not None:
         kept = _kept_path(folder, status.attempt)
         make_folders(kept.parent)
-        for last in last_records(folder, at_most=1 << 20)[-1:]:
+        for last in run_folder.last_records(folder, at_most=1 << 20)[-1:]:
             heartbeat = max(status.heartbeat, last.get("time", 0.0))
             status = replace(status, step=max(status.step, last["step"]), heartbeat=heartbeat)
         write_json(kept, asdict(status))

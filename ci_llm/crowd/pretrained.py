@@ -27,7 +27,7 @@ from ci_llm.base.load import Base, load_base, short_name
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.checkpoints.layout import is_named_checkpoint
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest, name_unlisted, read_file, read_manifest
-from ci_llm.checkpoints.state_files import read_snapshot
+from ci_llm.checkpoints.state_files import read_state
 from ci_llm.config import Config, parse_config
 from ci_llm.core.durable import read_json
 from ci_llm.core.remote import fetch, is_url, may_be_repository
@@ -237,7 +237,7 @@ def _verified(folder: Path, source: Path | str) -> tuple[Manifest, dict[str, Any
         for name, record in manifest.files.items()
         if any(name.removeprefix(key) in ("", ".json", ".safetensors") for key in forms)
     }
-    state = read_snapshot(forms, files)
+    state = read_state(forms, files)
     if META not in state:
         raise ForeignCheckpoint(
             "this checkpoint holds no crowd", where=str(source), hint="give one written by train.py"

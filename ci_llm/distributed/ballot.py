@@ -41,8 +41,8 @@ class Ballot:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The result of a vote; the same, bit for bit, on every process.
+class Verdict(Ballot):
+    """The result of a vote, as the ballot of all processes; the same, bit for bit, on every one.
 
     Attributes:
         num_targets, sums: added over all processes.
@@ -51,14 +51,8 @@ class Verdict:
         stop: the reason of the first process, by index, that has one.
     """
 
-    num_targets: int
-    nonfinite: tuple[bool, ...]
-    sums: tuple[float, ...]
-    out_of_memory: bool
-    stop: str | None
-    save: bool
-    request: bool = False
-    failed: bool = False
+    nonfinite: tuple[bool, ...] = ()
+    sums: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

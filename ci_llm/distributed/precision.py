@@ -11,7 +11,7 @@ import torch
 from ci_llm.cluster.launch import is_cpu_wanted
 from ci_llm.config import Config
 from ci_llm.config.own_keys import AUTO
-from ci_llm.core.numerics import units
+from ci_llm.core.determinism import units
 from ci_llm.errors import LaunchError, ModelError
 
 #: What `auto` becomes, by key: where bf16 is faster, and elsewhere.

@@ -175,12 +175,12 @@ def _distributed() -> bool:
 
 def has_other_processes() -> bool:
     """True if other processes may wait for this one in a collective."""
-    return _distributed() and dist.get_world_size() > 1
+    return num_processes() > 1
 
 
 def num_processes() -> int:
     """How many processes the run has."""
-    return dist.get_world_size() if has_other_processes() else 1
+    return dist.get_world_size() if _distributed() else 1
 
 
 def failed_elsewhere() -> CheckpointError:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from ci_llm.core.determinism import processor
 from ci_llm.core.durable import remove_tree, write_bytes
-from ci_llm.core.numerics import processor
 from ci_llm.core.quantities import size
 from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.precision import check_precision, chosen, runs_on_cpu, speed_of_bf16

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ci_llm.core.determinism import generator_for
-from ci_llm.core.metrics_file import number, read_records
 from ci_llm.core.quantities import count, duration, short, size
+from ci_llm.core.run_folder import number, read_records
 from ci_llm.crowd.aggregators import aggregate, find_vote
 from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.next_token import Decoding

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 from ci_llm.cluster.slurm import read_job
 from ci_llm.core import work
 from ci_llm.core.durable import write_bytes
-from ci_llm.core.metrics_file import METRICS_NAME, record_of
 from ci_llm.core.quantities import duration, size
+from ci_llm.core.run_folder import METRICS_NAME, record_of
 from ci_llm.logs.progress import Position, ProgressLines, Speed
 from ci_llm.logs.terminal import Terminal, View
 from ci_llm.logs.trackers import Trackers

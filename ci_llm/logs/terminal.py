@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 ERASE: Final = "\r\x1b[J"
 NOTEBOOK_WIDTH: Final = 100
 HTML: Final = "<pre style=\"line-height:normal; font-family:Menlo,Consolas,'DejaVu Sans Mono',monospace\">{code}</pre>"
-_LABEL: Final = re.compile(r"^[a-z]\w*(?= {2,}\S)|^[a-z]{9}(?= \S)")
+_LABEL: Final = re.compile(r"^[a-z]\w*(?= {2,}\S)|^[a-z]{9}(?= \S)", re.MULTILINE)
 INDENT: Final = 10  # where a line begins behind its label
 #: The beginning of a line that never holds a command to copy: its label, or none if it continues the line above.
 _SENTENCE: Final = re.compile(
@@ -173,11 +173,7 @@ def _styled(text: str) -> Text:
     shown = Text(text)
     if mark := _MARK.match(text):
         shown.stylize(_MARK_STYLES.get(mark[1], "bold red"), 0, mark.end())
-    start = 0
-    for line in text.splitlines(keepends=True):
-        if label := _LABEL.match(line):
-            shown.stylize("bold", start, start + label.end())
-        start += len(line)
+    shown.highlight_regex(_LABEL, "bold")
     return shown
 
 

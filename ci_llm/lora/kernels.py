@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ci_llm.base.quantized import QuantizedLinear
+from ci_llm.core.determinism import processor
 from ci_llm.core.memory import free_host_memory
-from ci_llm.core.numerics import processor
 from ci_llm.lora.layer import AdaptedLinear
 from ci_llm.lora.passes import Head
 from ci_llm.lora.products import LEAST_ROWS, Stack, dense, low_rank_gradients, product

@@ -13,10 +13,10 @@ from pathlib import Path, PurePosixPath
 
 from ci_llm.checkpoints.catalog import pinned_steps
 from ci_llm.checkpoints.checkpoint import write_files_as
-from ci_llm.checkpoints.layout import FINAL, Opened, committed, numbered_steps
+from ci_llm.checkpoints.layout import FINAL, committed, numbered_steps
 from ci_llm.checkpoints.lease import count_on_from
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.manifest import FileImage, verify_folder
+from ci_llm.checkpoints.manifest import Opened, verify_folder
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.remote import cache_folder
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint, MirrorUnreachable
@@ -74,7 +74,7 @@ def _bring(reader: MirrorReader, entry: Entry) -> Path:
 
 def write_opened(opened: Opened, folder: Path) -> None:
     """Commit a checkpoint that was read as a folder of its own. Raises CheckpointError: the disk refuses it."""
-    write_files_as(folder, opened.manifest, {name: FileImage((data,)) for name, data in opened.files.items()})
+    write_files_as(folder, opened.manifest, opened.images)
 
 
 def fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[str] = ()) -> Found:

@@ -14,7 +14,6 @@ does. A writer that has lost its claim finds another head than it knows, and com
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -22,13 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, TypeAlias
 
-from pydantic import AfterValidator, TypeAdapter
+from pydantic import AfterValidator
 
 from ci_llm.checkpoints.layout import FINAL
 from ci_llm.checkpoints.manifest import STEP_FOLDER, check_name
-from ci_llm.core.durable import make_folders, read_json, write_json
+from ci_llm.core.durable import make_folders, write_json
 from ci_llm.core.run_folder import read_known
-from ci_llm.core.typed_json import seal, unseal
+from ci_llm.core.typed_json import as_plain, as_type, seal, unseal
 from ci_llm.errors import CheckpointError
 
 HEAD: Final = "head.json"
@@ -92,14 +91,7 @@ def read_token(folder: Path) -> Token | None:
     """The token of the run in a folder; None if it has no mirror yet. Raises CheckpointError: it cannot be read."""
     what = "the record of this run's mirror is damaged, or of another version of ci-llm"
     hint = "remove this file, and give the run another mirror"
-    return read_known(folder / TOKEN_FILE, _parsed_token, what, hint)
-
-
-def _parsed_token(path: Path) -> Token:
-    match read_json(path):
-        case {"run": str(run), "writer": str(writer)}:
-            return Token(run, writer)
-    raise ValueError("it lacks a field")
+    return read_known(Token, folder / TOKEN_FILE, what, hint)
 
 
 Place: TypeAlias = Annotated[str, AfterValidator(partial(_require, _PLACE.fullmatch))]
@@ -187,7 +179,7 @@ class Head:
         return replace(head, line=line, aside=aside)
 
     def dump(self) -> bytes:
-        return seal({"format_version": VERSION, **_HEAD.dump_python(self, mode="json")}, hashlib.sha256)
+        return seal({"format_version": VERSION, **as_plain(self)}, hashlib.sha256)
 
     @classmethod
     def parse(cls, data: bytes) -> Head:
@@ -198,10 +190,7 @@ class Head:
             raise CheckpointError("another version of ci-llm wrote this mirror", hint=hint)
         if body.keys() != {each.name for each in fields(cls)}:
             raise ValueError("the head lacks a field")
-        return _HEAD.validate_json(json.dumps(body), strict=True)
-
-
-_HEAD: Final = TypeAdapter(Head)
+        return as_type(cls, body)
 
 
 def digest_of(place: str) -> str:

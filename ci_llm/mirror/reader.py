@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ci_llm.checkpoints.catalog import CatalogEntry, Shelf, entry_of
-from ci_llm.checkpoints.layout import Opened
-from ci_llm.checkpoints.manifest import MANIFEST, Manifest, digest
+from ci_llm.checkpoints.manifest import MANIFEST, Manifest, Opened, digest
 from ci_llm.core.remote import without_secrets
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
 from ci_llm.mirror.head import COPY, HEAD, NOT_DUMPED, Entry, Head, RunFile, digest_of

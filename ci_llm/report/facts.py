@@ -20,23 +20,10 @@ from typing import Any, Final, Literal, TypeAlias
 from ci_llm.checkpoints.layout import committed
 from ci_llm.checkpoints.manifest import read_file, read_manifest
 from ci_llm.config import Config, parse_config
+from ci_llm.core import run_folder
 from ci_llm.core.durable import read_json, read_object
 from ci_llm.core.evaluation_file import Evaluation, read_evaluation
 from ci_llm.core.measures import Measures, measures_of
-from ci_llm.core.metrics_file import METRICS_NAME, Record, finite_numbers, number, read_records
-from ci_llm.core.run_folder import (
-    MOVE_AWAY,
-    NOT_A_RUN,
-    PREDICTIONS,
-    SWEEP,
-    Failure,
-    attempt_numbers,
-    earliest_failure,
-    parsed,
-    read_began,
-    read_failures,
-    read_recovery,
-)
 from ci_llm.core.run_status import Status, kept_status, read_status
 from ci_llm.errors import BadInput, CheckpointError, ConfigError
 from ci_llm.report.scores import as_line, what_evaluated
@@ -104,14 +91,14 @@ class Attempt:
         return self.seconds["lost steps"] + self.seconds["no process"] + self.restart_s
 
 
-def read_attempts(folder: Path, status: Status, lines: Sequence[Record]) -> tuple[Attempt, ...]:
+def read_attempts(folder: Path, status: Status, lines: Sequence[run_folder.Record]) -> tuple[Attempt, ...]:
     """All attempts that have left a trace, in order.
 
     Args:
         status: the status of the run, and so of its last attempt.
         lines: the records of metrics.jsonl, which has none for a step that was lost.
     """
-    numbers = {number for number in attempt_numbers(folder) if number < status.attempt} | {status.attempt}
+    numbers = {number for number in run_folder.attempt_numbers(folder) if number < status.attempt} | {status.attempt}
     own_lines = {each: [line for line in lines if line.get("attempt") == each and "time" in line] for each in numbers}
     log = _read_log(folder / "training.log")
     found: list[Attempt] = []
@@ -149,11 +136,13 @@ def _read_log(path: Path) -> dict[int, list[str]]:
     return found
 
 
-def _read_attempt(folder: Path, attempt: int, newest: Status, lines: Sequence[Record], log: Sequence[str]) -> Attempt:
+def _read_attempt(
+    folder: Path, attempt: int, newest: Status, lines: Sequence[run_folder.Record], log: Sequence[str]
+) -> Attempt:
     """One attempt by its own files. The status of one that was followed may be damaged, or was never written."""
     status = newest if attempt == newest.attempt else kept_status(folder, attempt)
-    began = dict(finite_numbers(read_began(folder, attempt)))
-    cause = earliest_failure(read_failures(folder, attempt))
+    began = dict(run_folder.finite_numbers(run_folder.read_began(folder, attempt)))
+    cause = run_folder.earliest_failure(run_folder.read_failures(folder, attempt))
     times = [line["time"] for line in lines]
     started = status.started if status else began.get("launched", min(times, default=newest.started))
     ended = status.heartbeat if status else started
@@ -177,7 +166,7 @@ def _read_attempt(folder: Path, attempt: int, newest: Status, lines: Sequence[Re
     )
 
 
-def _ending(status: Status | None, cause: Failure | None, *, is_newest: bool) -> tuple[str, str | None, str]:
+def _ending(status: Status | None, cause: run_folder.Failure | None, *, is_newest: bool) -> tuple[str, str | None, str]:
     """(outcome, reason, message). Only the newest attempt may still be running."""
     if status is not None and status.status in ("completed", "interrupted"):
         return status.status, status.reason, ""
@@ -189,7 +178,9 @@ def _ending(status: Status | None, cause: Failure | None, *, is_newest: bool) ->
     return ("running", None, "") if is_running else ("killed", None, _GONE)
 
 
-def _spent(attempt: Attempt, after: Attempt | None, lines: Sequence[Record], step_s: float) -> dict[Kind, float]:
+def _spent(
+    attempt: Attempt, after: Attempt | None, lines: Sequence[run_folder.Record], step_s: float
+) -> dict[Kind, float]:
     """Divide the time from the launch of an attempt to that of the next.
 
     A line of training ends the steps since the line before it; one of an evaluation ends the evaluation after its
@@ -234,12 +225,12 @@ class Metrics:
         unreadable: the number of lines that a crash or a full disk has torn.
     """
 
-    lines: tuple[Record, ...]
+    lines: tuple[run_folder.Record, ...]
     unreadable: int = 0
 
     def curve(self, key: str) -> Points:
         """(step, value) of every line that has the key, with the NaN and infinities that the run wrote."""
-        return [(line["step"], number(line[key])) for line in self.lines if key in line]
+        return [(line["step"], run_folder.number(line[key])) for line in self.lines if key in line]
 
     def peak(self, key: str) -> float | None:
         """The largest value of a key; None if no line has it."""
@@ -284,17 +275,17 @@ class RunFacts:
     """
 
     def __init__(self, path: Path | str) -> None:
-        self.folder = run_folder(path)
+        self.folder = _folder_of_run(path)
         self.status = read_status(self.folder)
         self.evaluation = read_evaluation(self.folder)
         metrics = read_metrics(self.folder)
         self.metrics = metrics.with_last(self.evaluation) if self.evaluation else metrics
         self.attempts = read_attempts(self.folder, self.status, metrics.lines)
         self.config, self.size = _newest_config(self.folder)
-        self.predictions = tuple(_read_predictions(self.folder / PREDICTIONS))
-        self.asked = parsed(self.folder / _ASKED, _read_asked, f"{_ASKED} cannot be read")
+        self.predictions = tuple(_read_predictions(self.folder / run_folder.PREDICTIONS))
+        self.asked = run_folder.parsed(self.folder / _ASKED, _read_asked, f"{_ASKED} cannot be read")
         try:
-            self.because = read_recovery(self.folder).because
+            self.because = run_folder.read_recovery(self.folder).because
         except CheckpointError as error:
             raise BadInput(error.what, where=error.where, hint=error.hint) from error
 
@@ -346,7 +337,7 @@ class RunFacts:
         return self.predictions if known.items() <= self.asked.items() else ()
 
 
-def run_folder(path: Path | str) -> Path:
+def _folder_of_run(path: Path | str) -> Path:
     """The folder of the run that `path` means: itself, or the folder around a checkpoint.
 
     Raises:
@@ -358,8 +349,8 @@ def run_folder(path: Path | str) -> Path:
     for place in (folder, folder.absolute().parent):
         if folder.is_dir() and (place / "status.json").is_file():
             return place
-    what = NOT_A_RUN if folder.is_dir() else "there is no such folder"
-    if (folder / SWEEP).is_file():  # of a program's own loop, which writes no status
+    what = run_folder.NOT_A_RUN if folder.is_dir() else "there is no such folder"
+    if (folder / run_folder.SWEEP).is_file():  # of a program's own loop, which writes no status
         raise BadInput(
             what, where=str(path), hint=f"ci-llm compare {shlex.quote(str(path))} shows the trials of this sweep"
         )
@@ -372,10 +363,10 @@ def read_metrics(folder: Path) -> Metrics:
     Raises:
         BadInput: it holds lines, and none of them is a record of a run.
     """
-    records, torn = read_records(folder)
+    records, torn = run_folder.read_records(folder)
     if torn and not records:
-        where = str(folder / METRICS_NAME)
-        raise BadInput("no line of this file is a record of a run", where=where, hint=MOVE_AWAY)
+        where = str(folder / run_folder.METRICS_NAME)
+        raise BadInput("no line of this file is a record of a run", where=where, hint=run_folder.MOVE_AWAY)
     return Metrics(tuple(records), unreadable=torn)
 
 

@@ -21,8 +21,7 @@ from ci_llm.core.measures import (
     share_interval,
     unpaired_interval,
 )
-from ci_llm.core.metrics_file import Record
-from ci_llm.core.run_folder import SEGMENTS, SWEEP, parsed
+from ci_llm.core.run_folder import SEGMENTS, SWEEP, Record, parsed
 
 Row = Mapping[str, Any]
 

@@ -16,9 +16,8 @@ from typing import Any, Final
 
 from ci_llm.core.evaluation_file import read_evaluation
 from ci_llm.core.measures import measures_of
-from ci_llm.core.metrics_file import Record, last_records, number
 from ci_llm.core.quantities import count, countdown, describe_losses, duration, short
-from ci_llm.core.run_folder import PushRecord, last_push, read_began
+from ci_llm.core.run_folder import PushRecord, Record, last_push, last_records, number, read_began
 from ci_llm.core.run_status import Status, read_status
 from ci_llm.errors import BadInput
 from ci_llm.report.scores import as_line

@@ -18,7 +18,7 @@ from ci_llm.cluster.deadline import watch_walltime
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
 from ci_llm.core.evaluation_file import Evaluation
-from ci_llm.core.metrics_file import metrics_of
+from ci_llm.core.run_folder import metrics_of
 from ci_llm.core.run_status import readable_status
 from ci_llm.distributed.processes import Patience, Processes, ends_if_stopped
 from ci_llm.errors import ProgressLost, StoppedBeforeMeeting

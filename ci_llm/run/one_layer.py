@@ -34,9 +34,9 @@ from ci_llm.checkpoints.manifest import digest
 from ci_llm.config import Config
 from ci_llm.config.own_keys import AUTO
 from ci_llm.core import determinism
+from ci_llm.core.determinism import FAST, PLAIN, names, names_of_all
 from ci_llm.core.durable import make_folders, read_object, write_json
 from ci_llm.core.memory import unless_out_of_memory
-from ci_llm.core.numerics import FAST, PLAIN, names, names_of_all
 from ci_llm.core.remote import cache_folder
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import NextToken

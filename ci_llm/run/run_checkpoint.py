@@ -1,6 +1,6 @@
 """The checkpoint of a run: what each save (reporting.py) collects, how a run resumes from one, and how exactly.
 
-The log names a grade of exactness: `bitwise` (the names of `core/numerics.py` and the digest of a layer are those of
+The log names a grade of exactness: `bitwise` (the names of `core/determinism.py` and the digest of a layer are those of
 the checkpoint, and so are processes, micro-batch and threads), `sample-exact` (the same samples in the same optimizer
 steps; sums may round differently), or `state-exact` (the same state to resume from, on a device that may round
 differently each time). It adds which keys make it another run from here on, because rows, mathematics or the schedule
@@ -24,7 +24,7 @@ from ci_llm.config import Change, Config, as_typed, parse_config
 from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
 from ci_llm.config.schema import with_trait
 from ci_llm.core import determinism
-from ci_llm.core.numerics import differences
+from ci_llm.core.determinism import differences
 from ci_llm.crowd.crowd import Crowd, load_state, shape_of, state_of
 from ci_llm.crowd.given_path import META
 from ci_llm.crowd.importing import fingerprint_of_start

@@ -133,7 +133,7 @@ class OwnRun:
             kind,
             detail,
             progress=self._newest_step() > self._step_before,
-            learning_rate=self._highest_rate * self._recovery.lr_factor,
+            learning_rate=self._highest_rate * self._recovery.learning_rate_factor,
             batch_size=self._micro_batch_size(),
             good_step=good_step,
             duration_s=result.duration_s,
@@ -144,8 +144,8 @@ class OwnRun:
         lines, new = [], self._recovery
         if decision.learning_rate is not None:
             factor = decision.learning_rate / self._highest_rate
-            new = replace(new, lr_factor=factor)
-            lines.append(f"learning rate: {self._recovery.lr_factor:.3g} -> {factor:.3g} of the schedule's")
+            new = replace(new, learning_rate_factor=factor)
+            lines.append(f"learning rate: {self._recovery.learning_rate_factor:.3g} -> {factor:.3g} of the schedule's")
         last = self._status_of_attempt()
         is_evaluation = last is not None and last.phase == "evaluation"
         if decision.batch_size is not None and is_evaluation:

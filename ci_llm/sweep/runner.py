@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.base.load import auto_class, load_architecture
-from ci_llm.checkpoints.layout import FINAL, open_folder
+from ci_llm.checkpoints.layout import FINAL
 from ci_llm.checkpoints.manager import CheckpointManager
+from ci_llm.checkpoints.manifest import open_folder
 from ci_llm.cluster.launch import Launch, exit_code_after_stop
 from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
@@ -144,8 +145,7 @@ def write_best(sweep: Sweep) -> Path | None:
 
 
 def _card(sweep: Sweep, trial: Trial, config: Mapping[str, object], step: int) -> str:
-    standings = sweep.standings
-    shared = sweep.config
+    standings, shared = sweep.standings, sweep.config
     settings = ", ".join(f"`{key}` {as_typed(value)}" for key, value in trial.settings.items())
     what = (
         f"This LoRA adapter is the best of {len(standings.trials)} trials of a sweep, by {standings.plan.metric}"

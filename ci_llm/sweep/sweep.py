@@ -26,7 +26,8 @@ from ci_llm.config.own_keys import AUTO, NAME, SHAPE_KEYS, from_plain
 from ci_llm.config.sweep import Choices, Space, SweepKeys, SweepReading, read_sweep_call
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.evaluation_file import Evaluation
-from ci_llm.core.run_folder import BEGINNING, SEGMENTS, SWEEP, Recovery, read_known, read_recovery, write_recovery
+from ci_llm.core.run_folder import BEGINNING, SEGMENTS, SWEEP, Recovery, parsed, read_recovery, write_recovery
+from ci_llm.core.typed_json import as_type
 from ci_llm.errors import AllTrialsFailed, BadInput, CheckpointError
 from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial, new_settings
 
@@ -94,18 +95,18 @@ def read_record(folder: Path) -> Record | None:
     Raises:
         CheckpointError: the file is not of this program.
     """
-    return read_known(folder / SWEEP, _parsed_record, "this is not the record of a sweep")
+    if not (folder / SWEEP).exists():
+        return None
+    return parsed(folder / SWEEP, _parsed_record, "this is not the record of a sweep", error=CheckpointError)
 
 
 def _parsed_record(path: Path) -> Record:
     value = json.loads(path.read_bytes())
     if value["format_version"] != FORMAT_VERSION:
         raise ValueError(f"format version {value['format_version']}")
-    plan = HalvingPlan(**{**value["plan"], "steps": tuple(value["plan"]["steps"])})
-    segments = [Segment(**{**each, "trials": tuple(each["trials"])}) for each in value["segments"]]
-    standings = Standings(plan, tuple(map(_read_trial, value["trials"])), tuple(segments))
-    keys = SweepKeys.model_validate(value["keys"])
-    config = parse_config(value["config"], str(path))
+    plan, segments = as_type(HalvingPlan, value["plan"]), as_type(tuple[Segment, ...], value["segments"])
+    standings = Standings(plan, tuple(map(_read_trial, value["trials"])), segments)
+    keys, config = SweepKeys.model_validate(value["keys"]), parse_config(value["config"], str(path))
     return Record(value["spaces"], keys, config, standings, value["complete"])
 
 
@@ -135,8 +136,7 @@ def require_same_sweep(record: Record, reading: SweepReading, folder: Path) -> N
     Raises:
         BadInput: names everything that differs.
     """
-    odd = []
-    spaces = plain_spaces(reading.spaces)
+    odd, spaces = list[str](), plain_spaces(reading.spaces)
     for key in dict.fromkeys([*record.spaces, *spaces]):
         if record.spaces.get(key) != spaces.get(key):
             odd.append(f"the space of {key} was {_space_of(record.spaces, key)}, is {_space_of(spaces, key)}")
@@ -185,7 +185,7 @@ class Pack:
         """The score of every trial, from the `metrics` of a `Result`; NaN for a trial that was dropped from the run.
 
         Raises:
-            KeyError: these are no metrics of an evaluation, or they lack the metric of the sweep.
+            ValueError: these are no metrics of an evaluation. KeyError: they lack the metric of the sweep.
         """
         found = Evaluation.from_dict(evaluation)
         return [math.nan if k in found.dropped else score for k, score in enumerate(found.figures[self.metric].agents)]

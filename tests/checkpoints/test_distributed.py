@@ -19,7 +19,7 @@ from benchmarks.crash_parts import sweep
 from ci_llm.checkpoints.backends.distributed import GAVE_UP, _Followers, deal, outline
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.state_files import hand_off, read_snapshot, snapshot_of
+from ci_llm.checkpoints.state_files import files_of, hand_off, read_state
 from ci_llm.core.typed_json import dump_json
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint
 from tests.support.bit_flips import noticed, write_in_parts
@@ -135,7 +135,7 @@ def test_a_peer_that_gave_up_is_reported_before_a_full_disk_here() -> None:
 def test_an_unknown_backend_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="there is no 'dcp'") as refused:
         CheckpointManager(tmp_path, checkpoint_backend="dcp")
-    assert refused.value.hint == "use one of distributed, vanilla"
+    assert refused.value.hint == "use one of vanilla, distributed"
 
 
 # Who writes what
@@ -165,10 +165,10 @@ def test_every_byte_is_written_once_and_comes_back(sizes: dict[str, list[int]], 
     assert max(loads) <= total / count + whole
     files: dict[str, bytes] = {}
     for part in parts:
-        for name, image in snapshot_of(part).files.items():
+        for name, image in files_of(part).items():
             assert name not in files
             files[name] = b"".join(image.parts)
-    assert crews.same(read_snapshot({entry.key: entry.form for entry in entries}, files), state)
+    assert crews.same(read_state({entry.key: entry.form for entry in entries}, files), state)
 
 
 def test_a_key_that_looks_like_a_shard_is_refused() -> None:
@@ -233,11 +233,7 @@ def test_a_shard_that_is_missing_or_of_another_checkpoint_is_named(
 
 def test_an_index_that_does_not_fit_its_shards_is_an_error() -> None:
     state = {"optimizer": {"w": torch.ones(30), "v": torch.zeros(30), "lr": 0.1}}
-    files = {
-        name: b"".join(image.parts)
-        for part in deal(hand_off(state), 2)
-        for name, image in snapshot_of(part).files.items()
-    }
+    files = {name: b"".join(image.parts) for part in deal(hand_off(state), 2) for name, image in files_of(part).items()}
     index = "optimizer.safetensors.index.json"
     for hurt in (
         {index: b"[]"},
@@ -245,7 +241,7 @@ def test_an_index_that_does_not_fit_its_shards_is_an_error() -> None:
         {index: b'{"weight_map": {"w": "optimizer-00001-of-00002.safetensors"}}'},
     ):
         with pytest.raises(DamagedCheckpoint, match="'optimizer' cannot be read"):
-            read_snapshot({"optimizer": "tree"}, files | hurt)
+            read_state({"optimizer": "tree"}, files | hurt)
 
 
 # A seeded tenth of benchmarks/crash_parts.py

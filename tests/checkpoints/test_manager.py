@@ -29,7 +29,7 @@ from ci_llm.checkpoints.layout import numbered_steps, open_step
 from ci_llm.checkpoints.lease import Owner
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.restoring import load_into
-from ci_llm.checkpoints.state_files import DTYPES, hand_off, read_snapshot, take_snapshot, write_safetensors
+from ci_llm.checkpoints.state_files import DTYPES, files_of, hand_off, read_state, write_safetensors
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S
 from ci_llm.core.typed_json import load_json
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint, WriterBusy
@@ -220,9 +220,11 @@ def random_tensor(dtype: torch.dtype, shape: list[int], seed: int, flip: bool) -
 @settings(max_examples=campaign.size(50, 500))
 @given(st.dictionaries(st.sampled_from(["a", "b/c", "rng"]), trees, max_size=3))
 def test_any_nested_state_comes_back_bit_for_bit(state: dict[str, Any]) -> None:
-    for snapshot in (take_snapshot(state), Copy(Arena(), hand_off(state)).finish()):
-        files = {name: b"".join(image.parts) for name, image in snapshot.files.items()}
-        assert same(read_snapshot(snapshot.forms, files), state)
+    entries = hand_off(state)
+    forms = {entry.key: entry.form for entry in entries}
+    for images in (files_of(entries), Copy(Arena(), hand_off(state)).finish()):
+        files = {name: b"".join(image.parts) for name, image in images.items()}
+        assert same(read_state(forms, files), state)
 
 
 @pytest.mark.slow

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ci_llm.checkpoints.state_files import (
+    files_of,
     from_bytes,
+    hand_off,
     index_name,
     read_safetensors,
-    read_snapshot,
-    take_snapshot,
+    read_state,
     to_bytes,
 )
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
@@ -28,29 +29,29 @@ class Shard(Tensor):
 
 
 def read(files: dict[str, bytes], form: str = "tree", key: str = "a") -> Any:
-    return read_snapshot({key: form}, files)[key]
+    return read_state({key: form}, files)[key]
 
 
-def files_of(state: Any) -> dict[str, bytes]:
-    return {name: b"".join(image.parts) for name, image in take_snapshot(state).files.items()}
+def bytes_of(state: Any) -> dict[str, bytes]:
+    return {name: b"".join(image.parts) for name, image in files_of(hand_off(state)).items()}
 
 
 def test_a_shard_is_refused_with_the_call_that_gives_the_whole_tensor() -> None:
     with pytest.raises(CheckpointError, match=r"one shard of a distributed tensor.*full_tensor\(\)"):
-        take_snapshot({"a": torch.zeros(2).as_subclass(Shard)})
+        hand_off({"a": torch.zeros(2).as_subclass(Shard)})
 
 
 def test_tensors_with_similar_addresses_are_kept_apart() -> None:
     state = {"a": {"b.c": torch.ones(1), "b": {"c": torch.zeros(1), "n": 1}, "__metadata__": torch.full((1,), 2.0)}}
-    back = read(files_of(state))
+    back = read(bytes_of(state))
     assert [back["b.c"].item(), back["b"]["c"].item(), back["__metadata__"].item()] == [1.0, 0.0, 2.0]
 
 
 def test_a_tree_whose_tensors_lie_in_several_files_is_read_by_its_index() -> None:
     tree = {"a.json": json.dumps({"x": {"$tensor": "x"}, "y": [{"$tensor": "y"}, 3]}).encode()}
     shards = {
-        "a-0.safetensors": files_of({"s": {"x": torch.ones(2)}})["s.safetensors"],
-        "a-1.safetensors": files_of({"s": {"y": torch.zeros(1), "z": torch.zeros(9)}})["s.safetensors"],
+        "a-0.safetensors": bytes_of({"s": {"x": torch.ones(2)}})["s.safetensors"],
+        "a-1.safetensors": bytes_of({"s": {"y": torch.zeros(1), "z": torch.zeros(9)}})["s.safetensors"],
     }
     index = {"weight_map": {"x": "a-0.safetensors", "y": "a-1.safetensors"}}
     back = read({**tree, **shards, index_name("a"): json.dumps(index).encode()})
@@ -60,7 +61,7 @@ def test_a_tree_whose_tensors_lie_in_several_files_is_read_by_its_index() -> Non
     assert damage.value.where == "key 'a'"
 
 
-WITHOUT_X = files_of({"a": {"y": torch.ones(1)}})["a.safetensors"]
+WITHOUT_X = bytes_of({"a": {"y": torch.ones(1)}})["a.safetensors"]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_files_that_are_not_a_manifest_are_damage(form: str, files: dict[str, by
 
 
 def test_a_header_that_promises_more_than_the_file_holds_is_an_error() -> None:
-    data = files_of({"a": {"w": torch.ones(4)}})["a.safetensors"]
+    data = bytes_of({"a": {"w": torch.ones(4)}})["a.safetensors"]
     assert read_safetensors(data)["w"].tolist() == [1.0] * 4
     with pytest.raises(ValueError, match="not fully covered"):
         read_safetensors(data[:-4])

@@ -52,14 +52,14 @@ def without(environ: Mapping[str, str], *names: str) -> dict[str, str]:
 
 def test_plain_python_is_alone() -> None:
     launch = read({})
-    assert launch == Launch("python", 1, 0, 0, 1, None, {})
+    assert launch == Launch("python", 1, 0, 1, None, {})
     assert launch.is_main_process
     assert launch.forwards_sigterm
 
 
 def test_the_variables_of_torchrun() -> None:
     launch = read(TORCHRUN)
-    assert launch == Launch("torchrun", 4, 3, 1, 2, None, TORCHRUN, kill_delay_s=30)
+    assert launch == Launch("torchrun", 4, 3, 2, None, TORCHRUN, kill_delay_s=30)
     assert not launch.is_main_process
 
 

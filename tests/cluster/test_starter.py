@@ -109,7 +109,7 @@ def test_a_started_process_knows_the_launchers_command(tmp_path: Path) -> None:
 def test_a_started_process_reports_its_start_and_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tell(environ={})
     assert command._STARTED == STARTED
-    monkeypatch.setenv(STARTED, started_by(str(tmp_path), Launch("torchrun", 2, 1, 1, 2, None, {})))
+    monkeypatch.setenv(STARTED, started_by(str(tmp_path), Launch("torchrun", 2, 1, 2, None, {})))
     monkeypatch.setenv("RANK", "10")
     tell()
     assert command.run_guarded(lambda: 75, debug=False) == 0, "for torchrun, which prints a table of errors otherwise"

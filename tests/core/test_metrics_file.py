@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.core.metrics_file import METRICS_NAME, read_records, record_of
+from ci_llm.core.run_folder import METRICS_NAME, read_records, record_of
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ci_llm.core import numerics
-from ci_llm.core.numerics import differences, names, names_of_all
+from ci_llm.core import determinism
+from ci_llm.core.determinism import differences, names, names_of_all
 
 CPU = torch.device("cpu")
 
@@ -73,14 +73,14 @@ def test_a_process_on_another_machine_is_named() -> None:
 
 def test_the_units_of_a_processor_are_those_of_its_list(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = "model name\t: Xeon 9\nflags\t\t: fpu avx2 amx_tile avx512_bf16 vmx\n"
-    monkeypatch.setattr(numerics, "_told_by", lambda _: listed)
+    monkeypatch.setattr(determinism, "_told_by", lambda _: listed)
     machine = names(CPU)["machine"]
     assert machine["processor"] == "Xeon 9"
     assert machine["instruction set"].endswith(f"{torch.backends.cpu.get_cpu_capability()} amx_tile avx512_bf16")
 
 
 def test_a_system_without_that_list_has_names_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numerics, "Path", lambda _: Path("/nowhere/at/all"))
+    monkeypatch.setattr(determinism, "Path", lambda _: Path("/nowhere/at/all"))
     machine = names(CPU)["machine"]
     assert machine["processor"]
     assert torch.backends.cpu.get_cpu_capability() in machine["instruction set"]

@@ -10,8 +10,8 @@ import pytest
 
 from ci_llm.checkpoints.layout import FINAL, OVERWRITTEN, QUARANTINE, SUPERSEDED
 from ci_llm.config import load_config
-from ci_llm.core.metrics_file import METRICS_NAME
 from ci_llm.core.run_folder import (
+    METRICS_NAME,
     OF_A_RUN,
     PREDICTIONS,
     SEGMENTS,

@@ -27,7 +27,7 @@ from tests.support.children import ROOT, SCRIPTS, Child, run_all
 from tools.testbed.forkserver import ForkServer, free_port
 
 WORLD = ROOT / "tests" / "support" / "world.py"
-ALONE = Launch("python", 1, 0, 0, 1, None, {})
+ALONE = Launch("python", 1, 0, 1, None, {})
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ class TestAlone:
             port = str(taken.getsockname()[1])
             place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
             where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-            launch = Launch("srun", 2, 0, 0, 2, None, {**place, **where})
+            launch = Launch("srun", 2, 0, 2, None, {**place, **where})
             with pytest.raises(LaunchError, match="cannot meet") as caught:
                 Processes(SimpleNamespace(mixed_precision="no", model_dtype=None), launch=launch)  # type: ignore[arg-type]
         assert caught.value.where == f"127.0.0.1:{port}"
@@ -180,7 +180,7 @@ class TestAlone:
 def test_srun_may_show_each_process_its_own_gpu(cards: list[str], here: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--gpus-per-task=1` does; without it, all processes of the machine see the same one. All processes of the run
     take the same collectives, however many are on a machine."""
-    launch, met = Launch("srun", 2, 0, 0, 2, None, {}), list[str]()
+    launch, met = Launch("srun", 2, 0, 2, None, {}), list[str]()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=cards[0]))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: met.append("waited"))

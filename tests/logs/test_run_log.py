@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import pytest
 
 from ci_llm.core import work
-from ci_llm.core.metrics_file import METRICS_NAME
+from ci_llm.core.run_folder import METRICS_NAME
 from ci_llm.logs import trackers
 from ci_llm.logs.progress import Position
 from ci_llm.logs.run_log import LOG_NAME, PACKAGE, RunHandler, RunLog

@@ -12,9 +12,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ci_llm.core.measures import measures_of
-from ci_llm.core.metrics_file import METRICS_NAME
+from ci_llm.core.run_folder import METRICS_NAME
 from ci_llm.logs.run_log import RunLog
-from ci_llm.logs.trackers.tensorboard import layout
+from ci_llm.logs.trackers import layout
 from tests.logs.test_run_log import make_accelerator
 
 AGENTS = 3

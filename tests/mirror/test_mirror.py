@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from ci_llm.checkpoints.layout import Opened
-from ci_llm.checkpoints.manifest import verify_folder
+from ci_llm.checkpoints.manifest import Opened, verify_folder
 from ci_llm.errors import CheckpointError, MirrorUnreachable, WriterBusy
 from ci_llm.mirror import filling, reader, sender, writer
 from ci_llm.mirror.filling import local_copy

@@ -118,7 +118,7 @@ def test_torn_lines_are_counted_and_numbers_that_are_not_finite_leave_a_gap(tmp_
 
 DAMAGE = [
     ("status.json", "{", "not the status of a run"),
-    ("evaluation.json", "[1, 2]", "not an evaluation: not an object"),
+    ("evaluation.json", "[1, 2]", "not an evaluation: Input should be a valid dictionary"),
     ("evaluation.json", '{"n": 3, "exact_match": {"agents": [0.1]}}', "not an evaluation: it lacks 'task'"),
     ("metrics.jsonl", "\x00\x00\n\x00", "no line of this file is a record of a run"),
     ("predictions.jsonl", '{"prompt": "?"}\n', "not a prediction: prompt, answer or correct is missing"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ci_llm.core.metrics_file import last_records
+from ci_llm.core.run_folder import last_records
 from ci_llm.errors import BadInput
 from ci_llm.report import status
 from ci_llm.report.status import lines, look_at, progress, scores, speed, time_left

@@ -35,7 +35,7 @@ def attempt_at_its_end(folder: Path, steps: list[int], began_at: int = 0, traine
 
 
 def launch(launcher: str, command: tuple[str, ...] = ()) -> Launch:
-    return Launch(launcher, 1, 0, 0, 1, None, {}, launcher_command=command)
+    return Launch(launcher, 1, 0, 1, None, {}, launcher_command=command)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
-from ci_llm.core import numerics
+from ci_llm.core import determinism
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.crowd import publishing
@@ -215,8 +215,8 @@ def test_a_run_that_would_not_be_the_same_is_refused(
 def test_another_version_of_a_library_is_named_and_not_refused(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = numerics.version
-    monkeypatch.setattr(numerics, "version", lambda name: "0.1" if name == "numpy" else real(name))
+    real = determinism.version
+    monkeypatch.setattr(determinism, "version", lambda name: "0.1" if name == "numpy" else real(name))
     assert train(run, "restart_from=4") == 0
     assert f"exactness: sample-exact (numpy {real('numpy')} -> 0.1)" in capsys.readouterr().out
 

@@ -203,7 +203,7 @@ def test_nan_in_every_step_ends_the_attempt_with_the_good_weights(server: ForkSe
 def test_requests_of_the_supervisor_are_applied_and_stay_in_force(server: ForkServer, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert train(server, tmp_path, save_steps=2, save_total_limit="null", max_train_steps=6) == [0], said(tmp_path)
-    write_recovery(run, Recovery(0.5, 2, 4, after_attempt=1, because=("attempt 1: non-finite values",)))
+    write_recovery(run, Recovery(2, 4, 1, because=("attempt 1: non-finite values",), learning_rate_factor=0.5))
     constant = {"lr_scheduler_type": "constant", "allow_inexact_resume": "true"}
     assert train(server, tmp_path, max_train_steps=8, save_steps=2, **constant) == [0], said(tmp_path)
     second = said(tmp_path).split("loading...")[2]

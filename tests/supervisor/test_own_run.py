@@ -242,7 +242,7 @@ def test_checkpoints_from_before_a_rollback_are_not_progress(tmp_path: Path, mon
     (tmp_path / "run").mkdir()
     checkpoint(tmp_path, 2, 4, 6)
     tell(tmp_path, status="failed", reason="nonfinite", attempt=1)
-    write_recovery(tmp_path / "run", Recovery(0.5, resume_at_most_step=3, after_attempt=1))
+    write_recovery(tmp_path / "run", Recovery(learning_rate_factor=0.5, resume_at_most_step=3, after_attempt=1))
     monkeypatch.chdir(tmp_path)
     run = own_run.OwnRun(["true"], ["output_dir=run"])
     run.begin_attempt()

@@ -24,10 +24,10 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from ci_llm.checkpoints import backends
 from ci_llm.checkpoints.async_saver import SaveTask
-from ci_llm.checkpoints.backends import SaveRequest
-from ci_llm.checkpoints.manifest import FileImage, FileRecord, check_name, digest
-from ci_llm.checkpoints.state_files import Snapshot, StateEntry, index_name
+from ci_llm.checkpoints.manifest import FileImage, FileRecord, digest
+from ci_llm.checkpoints.state_files import StateEntry, index_name, require_own_files
 from ci_llm.checkpoints.store import CheckpointStore, OtherWriters, SaveResult
 from ci_llm.core.typed_json import dump_json, load_json
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel
@@ -85,7 +85,7 @@ def deal(entries: Sequence[StateEntry], count: int) -> list[Part]:
     parts[0] += texts
     for key in spread:
         _spread(key, shares, parts)
-    _require_own_files([entry for part in parts for entry in part])
+    require_own_files(entry for part in parts for entry in part)
     return parts
 
 
@@ -111,14 +111,6 @@ def _spread(key: str, shares: Sequence[Sequence[_Piece]], parts: Sequence[Part])
     total = sum(tensor.nbytes for _, tensors in held for tensor in tensors.values())
     index = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n"
     parts[0].append(StateEntry(index_name(key), "bytes", index.encode()))
-
-
-def _require_own_files(entries: Sequence[StateEntry]) -> None:
-    names: set[str] = set()
-    for name in (check_name(name) for entry in entries for name in entry.file_names):
-        if name in names:
-            raise CheckpointError(f"two keys of the state are both written as {name}", hint="rename one of them")
-        names.add(name)
 
 
 def outline(parts: Sequence[Part]) -> str:
@@ -169,10 +161,10 @@ class _JointSave:
     """
 
     channel: SideChannel
-    request: SaveRequest
+    request: backends.SaveRequest
     parts: Sequence[Part]
 
-    def save(self, take: Callable[[], Snapshot]) -> SaveResult:
+    def save(self, take: Callable[[], Mapping[str, FileImage]]) -> SaveResult:
         """Write this process's part; on process 0 commit the whole as well. A collective.
 
         Args:
@@ -189,7 +181,7 @@ class _JointSave:
         message = GAVE_UP
         try:
             part = take()
-            records = {name: image.record() for name, image in part.files.items()}
+            records = {name: image.record() for name, image in part.items()}
             described = {name: asdict(record) for name, record in records.items()}
             message = {"outline": outline(self.parts), "records": described}
         finally:
@@ -201,7 +193,7 @@ class _JointSave:
             return self._given_up("the processes do not hold tensors of the same names and shapes")
         store = self.request.store
         if self.channel.index:
-            return self._follow(partial(_write, store, part.files, records))
+            return self._follow(partial(_write, store, part, records))
         return self._lead(_Followers(self.channel, store.directory, received), part)
 
     def _given_up(self, why: str) -> SaveResult:
@@ -211,7 +203,7 @@ class _JointSave:
             raise CheckpointError(f"checkpoint_step_{step} is dropped: {why}", hint="see what that process says")
         return SaveResult(step, False, why)
 
-    def _lead(self, followers: _Followers, part: Snapshot) -> SaveResult:
+    def _lead(self, followers: _Followers, part: Mapping[str, FileImage]) -> SaveResult:
         try:
             result = self.request.commit(part, followers)
         except PeerLost:
@@ -287,7 +279,7 @@ def _who_gave_up(received: Sequence[Message]) -> int | None:
     return next((index for index, each in enumerate(received) if each.get("gave_up")), None)
 
 
-class Backend:
+class Backend(backends.Backend):
     """The tensors of a state that all processes hold are dealt out, and each process writes its part.
 
     The first state is compared between the processes, bit by bit. Later ones are not: their names and shapes are, when
@@ -304,7 +296,7 @@ class Backend:
         del asynchronous  # the writers communicate in every save
         self._channel = self._channel or SideChannel()
 
-    def prepare(self, request: SaveRequest) -> SaveTask:
+    def prepare(self, request: backends.SaveRequest) -> SaveTask:
         channel = self._channel
         assert channel is not None, "connect comes first"
         parts = deal(request.entries, channel.count)

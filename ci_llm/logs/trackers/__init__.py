@@ -1,4 +1,4 @@
-"""The trackers that `report_to` may name, each a module of this package, named as in Accelerate.
+"""The trackers that `report_to` may name, as in Accelerate: those of this file, and the modules of this package.
 
 The step of the run is their axis, and a resumed run continues its curve. A tracker that fails during a run is reported
 and left out: it must never end the run. A tracker that cannot start is bad input.
@@ -16,6 +16,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.core.imports import load_plugin
+from ci_llm.core.measures import METRICS, Measures, measures_of
 from ci_llm.core.run_folder import SEGMENTS
 from ci_llm.errors import ConfigError
 
@@ -78,13 +81,117 @@ def group_of(folder: Path) -> str | None:
     return above.parent.name if above.name == SEGMENTS else None
 
 
+class MLflow(TrackerKind):
+    """A resumed attempt continues the run by its id."""
+
+    def settings(self, folder: Path, resumed_from: int, run_id: str | None) -> dict[str, Any]:
+        known = {"run_id": run_id} if run_id else {"run_name": name_of(folder)}
+        group = group_of(folder)
+        return known | ({"tags": {"group": group}} if group else {})
+
+    def run_id(self, tracker: Any) -> str | None:
+        return str(tracker.tracker.info.run_id)
+
+
+class Trackio(TrackerKind):
+    """It identifies a run by its name only, so a fresh run gets a name of its own."""
+
+    def settings(self, folder: Path, resumed_from: int, run_id: str | None) -> dict[str, Any]:
+        name = run_id or f"{name_of(folder)}-{secrets.token_hex(3)}"
+        group = group_of(folder)
+        return {"name": name, "resume": "allow"} | ({"group": group} if group else {})
+
+    def run_id(self, tracker: Any) -> str | None:
+        return str(tracker.tracker.name)
+
+
+class WeightsAndBiases(TrackerKind):
+    """A resumed attempt continues the run by its id."""
+
+    def settings(self, folder: Path, resumed_from: int, run_id: str | None) -> dict[str, Any]:
+        known = {"id": run_id, "resume": "allow"} if run_id else {"name": name_of(folder)}
+        group = group_of(folder)
+        return {"dir": str(folder), **known} | ({"group": os.environ.get("WANDB_RUN_GROUP", group)} if group else {})
+
+    def on_start(self, tracker: Any, objective: str) -> None:
+        # W&B drops the values of a step that it has seen, such as a repeated one. So the axis is a metric.
+        tracker.tracker.define_metric("step")
+        tracker.tracker.define_metric("*", step_metric="step")
+
+    def run_id(self, tracker: Any) -> str | None:
+        return str(tracker.tracker.id)
+
+    def log(self, tracker: Any, step: int, numbers: dict[str, int | float]) -> None:
+        tracker.log({"step": step, **numbers})
+
+
+class TensorBoard(TrackerKind):
+    """Its curves are cut back to the step from which an attempt resumes; agents and crowd share charts."""
+
+    def project(self) -> str:
+        return "tensorboard"  # the folder, below that of the run
+
+    def settings(self, folder: Path, resumed_from: int, run_id: str | None) -> dict[str, Any]:
+        return {"purge_step": resumed_from + 1 if resumed_from else 0}
+
+    def on_start(self, tracker: Any, objective: str) -> None:
+        _leave_errors_of_writers_to_their_callers()
+        # In every attempt: a resumed run may begin in a new folder.
+        tracker.writer.add_custom_scalars(layout(measures_of(objective)))
+
+    def show_hyperparameters(self, tracker: Any, values: Mapping[str, object]) -> None:
+        # Accelerate's own method opens a second run beside the first.
+        rows = "\n".join(f"    {key}: {value}" for key, value in values.items())
+        tracker.writer.add_text("config", rows, global_step=0)
+
+
+def layout(words: Measures) -> dict[str, Any]:
+    """TensorBoard's tab CUSTOM SCALARS: group -> chart -> patterns of the curves in it, for any number of agents."""
+    own = {METRICS[name].told: name for name in words.metrics}
+    named = {words.nll: "nll", words.right: "exact_match", **own}
+    return {
+        "the crowd and its agents, while they train": {
+            "loss": ["Multiline", [r"train/agent\d+/loss$", r"train/task_loss$"]],
+            "gradient norm": ["Multiline", [r"train/agent\d+/grad_norm$"]],
+        },
+        "the crowd and its agents, on rows held out": {
+            told: ["Multiline", [rf"eval/agent\d+/{name}$", rf"eval/crowd/{name}$"]] for told, name in named.items()
+        },
+    }
+
+
+#: The module of the thread that writes TensorBoard's events.
+_WRITERS: Final = "tensorboard.summary.writer.event_file_writer"
+
+
+def _leave_errors_of_writers_to_their_callers() -> None:
+    """Print no traceback of a thread that writes for TensorBoard: its folder was moved away, or its disk is full.
+
+    The thread keeps its error, the next call to the writer raises it, and for a run that is one line of the log.
+    """
+    before = threading.excepthook
+    if getattr(before, "__module__", None) == __name__:
+        return
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if type(args.thread).__module__ != _WRITERS:
+            before(args)
+        else:
+            logger.debug("the thread of TensorBoard has ended", exc_info=args.exc_value)
+
+    threading.excepthook = hook
+
+
+_OWN: Final = {"tensorboard": TensorBoard(), "mlflow": MLflow(), "trackio": Trackio(), "wandb": WeightsAndBiases()}
+
+
 def find_kind(name: str) -> TrackerKind:
-    """The kind that the module `name` defines.
+    """The kind of that name.
 
     Raises:
-        BadInput: no module of this package has that name.
+        BadInput: neither this file nor a module of this package has it.
     """
-    kind: TrackerKind = load_plugin(__name__, name, "kind")
+    kind: TrackerKind = _OWN.get(name) or load_plugin(__name__, name, "kind")
     return kind
 
 

@@ -22,7 +22,7 @@ from ci_llm.checkpoints.layout import QUARANTINE, folders_of, is_named_checkpoin
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.config import Config
-from ci_llm.core.durable import read_fields, write_json
+from ci_llm.core.durable import write_json
 from ci_llm.core.remote import is_url
 from ci_llm.core.run_folder import (
     BEGINNING,
@@ -107,7 +107,7 @@ def read_beginning(run_folder: Path) -> Beginning | None:
     """
     hint = "move it away, and continue with resume_from_checkpoint=latest"
     what = "the record of how the run began cannot be read"
-    return read_known(run_folder / BEGINNING, lambda path: Beginning(**read_fields(Beginning, path)), what, hint)
+    return read_known(Beginning, run_folder / BEGINNING, what, hint)
 
 
 def known_beginning(manager: CheckpointManager, config: Config) -> Beginning | None:
@@ -403,7 +403,7 @@ def read_requests(manager: CheckpointManager, config: Config) -> Requests:
 def apply_requests(state: TrainState, requests: Requests) -> TrainState:
     """The state of the checkpoint with the requests on top."""
     asked = requests.recovery
-    recovery = state.recovery.with_requests(asked.lr_factor, asked.micro_batch_size)
+    recovery = state.recovery.with_requests(asked.learning_rate_factor, asked.micro_batch_size)
     recovery = recovery.with_batches(requests.bad_batches)
     return replace(state, recovery=recovery).with_planned(requests.changes)
 

@@ -32,7 +32,7 @@ from ci_llm.base.quantized import BITS, stored_bytes
 from ci_llm.base.sharded import layers_of, weights_to_shard
 from ci_llm.config import Config
 from ci_llm.config.own_keys import AUTO
-from ci_llm.core.numerics import FAST
+from ci_llm.core.determinism import FAST
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.diversity import find_form
 from ci_llm.crowd.objective import NextToken

@@ -89,12 +89,7 @@ def read_record(run_folder: Path) -> list[CrowdRequest]:
     Raises:
         CheckpointError: the file is not of this program.
     """
-
-    def parsed(path: Path) -> list[CrowdRequest]:
-        value: Any = read_json(path)
-        return [CrowdRequest(**decided) for decided in value]
-
-    return read_known(run_folder / CROWD_CHANGES, parsed, "no record of changes") or []
+    return read_known(list[CrowdRequest], run_folder / CROWD_CHANGES, "no record of changes") or []
 
 
 def forget_after(run_folder: Path, step: int) -> None:

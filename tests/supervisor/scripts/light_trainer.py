@@ -37,7 +37,7 @@ def main() -> int:
         store.supersede(step)
         status = RunStatus(FOLDER, attempt, still_held=store.holds_lease)
         status.start(step)
-        tell(attempt, step, allowed, recovery.lr_factor, recovery.micro_batch_size)
+        tell(attempt, step, allowed, recovery.learning_rate_factor, recovery.micro_batch_size)
         fault = json.loads(Path("plan.json").read_text()).get(str(attempt))
         for _ in range(2 if fault else (TOTAL_STEPS - step) // SAVE_STEPS):
             step += SAVE_STEPS
