@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from ci_llm.cli.command import at_least, probability, whole_checkpoint
+from ci_llm.cli.command import whole_checkpoint
+from ci_llm.core.help import at_least, probability
 from ci_llm.core.imports import importing, plugin_names
 from ci_llm.core.quantities import count
 from ci_llm.errors import BadInput, ConfigError, ModelError

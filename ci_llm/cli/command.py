@@ -96,24 +96,6 @@ def agent_number(word: str) -> int:
         raise argparse.ArgumentTypeError(f"{word!r} is not an agent, such as 2 or agent2") from None
 
 
-def at_least(least: int, kind: type[int | float] = int) -> Callable[[str], int | float]:
-    """The type of an option that takes a number of at least `least`."""
-
-    def number(text: str) -> int | float:
-        if (found := kind(text)) < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}")
-        return found
-
-    return number
-
-
-def probability(text: str) -> float:
-    """The type of an option that takes a probability."""
-    if not 0 <= (found := float(text)) <= 1:
-        raise argparse.ArgumentTypeError("must be a probability, from 0 to 1")
-    return found
-
-
 def add_json(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Add `--json`, which every command with a result has."""
     parser.add_argument("--json", action="store_true", help=f"one JSON object, for scripts{more}")

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ci_llm.cli.command import add_json, at_least, parser_of, print_result, probability, whole_checkpoint
+from ci_llm.cli.command import add_json, parser_of, print_result, whole_checkpoint
+from ci_llm.core.help import at_least, probability
 from ci_llm.core.imports import importing
 from ci_llm.core.quantities import duration
 from ci_llm.core.remote import is_url

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ci_llm.cli import asking
-from ci_llm.cli.command import at_least, parser_of, probability
+from ci_llm.cli.command import parser_of
+from ci_llm.core.help import at_least, probability
 from ci_llm.core.imports import importing
 
 if TYPE_CHECKING:

@@ -360,7 +360,7 @@ def test_an_evaluation_that_does_not_fit_continues_in_smaller_batches(
     [
         (["--max-samples", "0"], "--max-samples: must be at least 1"),
         (["--metric", "bleu"], "--metric: invalid choice: 'bleu'"),
-        (["--abstain-below", "2"], "--abstain-below: must be a probability"),
+        (["--abstain-below", "2"], "--abstain-below: must be from 0 to 1"),
         (["--agents-per-prompt", "2"], "leave it out: all agents answer"),
         (["more"], "'more' is neither a key nor a value"),
         (["learning_rate=1"], "learning_rate cannot be changed for an evaluation"),
