@@ -19,7 +19,7 @@ from rich.text import Text
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
 from ci_llm.core.quantities import duration
-from ci_llm.dry_run import environment, inputs, toy_run
+from ci_llm.dry_run import inputs, toy_run
 from ci_llm.dry_run.context import CheckContext
 from ci_llm.errors import CiLlmError, first_line
 from ci_llm.interrupts import Interrupts
@@ -92,12 +92,12 @@ MARKS: Final = {"passed": ("ok", "green"), "failed": ("FAILED", "bold red"), "sk
 
 
 CHECKS: Final = (
-    Check("environment", (), environment.environment),
-    Check("precision", (), environment.precision),
-    Check("port", ("precision",), environment.port),  # first, as later checks may fail on one process alone
-    Check("disk", (), environment.disk),
-    Check("mirror", (), environment.mirror),
-    Check("accelerate", ("disk", "port"), environment.accelerate),
+    Check("environment", (), inputs.environment),
+    Check("precision", (), inputs.precision),
+    Check("port", ("precision",), inputs.port),  # first, as later checks may fail on one process alone
+    Check("disk", (), inputs.disk),
+    Check("mirror", (), inputs.mirror),
+    Check("accelerate", ("disk", "port"), inputs.accelerate),
     Check("architecture", (), inputs.architecture),
     Check("data", (), inputs.data),
     Check("template", ("accelerate", "architecture", "data"), inputs.template),

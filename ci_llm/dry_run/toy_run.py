@@ -6,12 +6,13 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.manifest import FileRecord
+from ci_llm.checkpoints.state_files import State, take_snapshot
 from ci_llm.core.determinism import generator_for
 from ci_llm.core.metrics_file import number, read_records
 from ci_llm.core.quantities import count, duration, short, size
@@ -116,14 +117,14 @@ def checkpoint(context: CheckContext) -> str:
         raise CheckpointError(
             result.note, where=str(trainer.config.run_folder), hint="give an output_dir on another disk"
         )
-    wanted = _bits(contents_of(trainer, context.attempt)[0])
+    wanted = _records(contents_of(trainer, context.attempt)[0])
     trainer.crowd.storage.weights.fill_(math.nan)
     for moments in trainer.checkpoint.optimizer.state.values():
         for tensor in moments.values():
             tensor.zero_()
     source = _saved(context)
     trainer.state = Resume(trainer.checkpoint, source).restore().state
-    _compare(wanted, _bits(contents_of(trainer, context.attempt)[0]), str(source.folder))
+    _compare(wanted, _records(contents_of(trainer, context.attempt)[0]), str(source.folder))
     if result is None:  # on every process but the one that writes
         return ""
     context.measured.checkpoint_bytes = result.nbytes
@@ -140,20 +141,16 @@ def _saved(context: CheckContext) -> Source:
     return source
 
 
-def _bits(state: Any, name: str = "") -> dict[str, bytes]:
-    """Every value as bytes, by its path; without the global generators, which every draw changes."""
-    if isinstance(state, Mapping):
-        parts = (_bits(value, f"{name}/{key}") for key, value in state.items() if (name, key) != ("", "rng"))
-        return {path: raw for part in parts for path, raw in part.items()}
-    if isinstance(state, Tensor):
-        return {name: state.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()}
-    return {name: state if isinstance(state, bytes) else repr(state).encode()}
+def _records(state: State) -> dict[str, FileRecord]:
+    """Size and digest of every file of a state; without the global generators, which every draw changes."""
+    files = take_snapshot({key: value for key, value in state.items() if key != "rng"}).files
+    return {name: image.record() for name, image in files.items()}
 
 
-def _compare(wanted: Mapping[str, bytes], found: Mapping[str, bytes], where: str) -> None:
+def _compare(wanted: Mapping[str, FileRecord], found: Mapping[str, FileRecord], where: str) -> None:
     changed = sorted(name for name in {**wanted, **found} if wanted.get(name) != found.get(name))
     if changed:
-        what = f"{len(changed)} of {len(wanted)} parts come back changed, the first is {changed[0]}"
+        what = f"{len(changed)} of {len(wanted)} files come back changed, the first is {changed[0]}"
         raise CheckpointError(what, where=where, hint="do not train on this disk: it changes what is written")
 
 
@@ -170,7 +167,8 @@ def interruption(context: CheckContext) -> str:
     if stop != TERMINATED or trainer.state.step != TOY_STEPS + 1:
         raise CiLlmError(f"a SIGTERM in step {TOY_STEPS + 1} stopped the run at step {trainer.state.step}: {stop}")
     source = _saved(context)
-    _compare(_bits(contents_of(trainer, context.attempt)[0]), _bits(source.checkpoint.state), str(source.folder))
+    wanted, found = contents_of(trainer, attempt)[0], source.checkpoint.state
+    _compare(_records(wanted), _records(found), str(source.folder))
     return f"SIGTERM in step {trainer.state.step}: finished, saved and read back {duration(took)} later"
 
 

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from ci_llm.core.help import HelpfulParser, at_least
 from ci_llm.errors import ConfigError
-from ci_llm.supervisor.policy import Policy
+
+if TYPE_CHECKING:
+    from ci_llm.supervisor.policy import Policy
 
 DEFAULT_SCRIPT: Final = Path("train.py")
 _OF_EXTERNAL_SCRIPTS: Final = (
@@ -73,6 +75,8 @@ def parse_options(arguments: Sequence[str]) -> Options:
         raise ConfigError(
             "two configurations", where="command line", hint="either --config FILE, or --config-path and --config-name"
         )
+    from ci_llm.supervisor.policy import Policy  # here, so that --help answers at once
+
     policy = Policy(known.max_retries, known.min_lr, known.min_batch_size)
     given = {one.name: getattr(known, one.name) for one in fields(Options) if hasattr(known, one.name)}
     return Options(policy=policy, words=tuple(words), command=tuple(command), **given)

@@ -19,9 +19,8 @@ from ci_llm.errors import BadInput
 from ci_llm.interrupts import SAVE_SIGNALS, send
 from ci_llm.supervisor import process_tree
 from ci_llm.supervisor.child import AttemptResult, StopOrder
-from ci_llm.supervisor.classify import classify_by_status
 from ci_llm.supervisor.output_scan import Evidence
-from ci_llm.supervisor.policy import Decision, Outcome
+from ci_llm.supervisor.policy import Decision, Outcome, classify_by_status
 
 GRACE_S: Final = 120.0
 HANG_AFTER_S: Final = 2 * VANISHED_AFTER_S
