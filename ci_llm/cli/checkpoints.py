@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ci_llm.cli.asking import note_if_offline
-from ci_llm.cli.command import add_verb, parser_of, print_result, run_verb
+from ci_llm.cli.command import add_json, parser_of, print_result
 from ci_llm.core.quantities import count
 from ci_llm.errors import BadInput, DamagedCheckpoint
 
@@ -48,7 +48,9 @@ def checkpoints(words: Sequence[str]) -> int:
         BadInput: the call is wrong. CheckpointError: a checkpoint cannot be read or changed.
         SystemExit: with 0, after `--help`.
     """
-    return run_verb(_parser(), words)
+    call = _parser().parse_args(words)
+    code: int = call.run_verb(call)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,7 +59,15 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
     def verb(name: str, run: Callable[[argparse.Namespace], int], does: str) -> argparse.ArgumentParser:
-        return add_verb(verbs, name, run, does, next(call for call in calls if call.split()[2:3] == [name]))
+        """The parser of a verb, with `--json`; `run` takes the parsed words and returns the exit code."""
+        example = next(call for call in calls if call.split()[2:3] == [name])
+        described = f"{does[0].upper()}{does[1:]}."
+        found: argparse.ArgumentParser = verbs.add_parser(
+            name, help=does, description=described, epilog=f"example: {example}"
+        )
+        add_json(found)
+        found.set_defaults(run_verb=run)
+        return found
 
     does = "list the checkpoints of a run: step, time, size, whether each verifies, its place in the line"
     listing = verb("list", _list, does)

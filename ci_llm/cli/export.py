@@ -155,7 +155,12 @@ def push(words: Sequence[str]) -> int:
         BadInput: the call is wrong, there is no final checkpoint, or the hub refuses. CheckpointError: no answer.
         SystemExit: with 0, after `--help`.
     """
-    call = _push_parser().parse_args(words)
+    parser = parser_of("push")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run that is complete")
+    parser.add_argument("--to", required=True, metavar="hub:USER/NAME", help="the repository; made if there is none")
+    parser.add_argument("--public", action="store_true", help="make a repository that everybody can see")
+    add_json(parser)
+    call = parser.parse_args(words)
     if not call.to.startswith("hub:"):
         raise BadInput("a run is published on the hub", where=f"--to {call.to}", hint="--to hub:user/name")
     with importing():
@@ -169,12 +174,3 @@ def push(words: Sequence[str]) -> int:
     lines.append(f'Crowd.from_pretrained("{done.repository}").generate("...")')
     print_result(call.json, asdict(done), *lines)
     return 0
-
-
-def _push_parser() -> argparse.ArgumentParser:
-    parser = parser_of("push")
-    parser.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run that is complete")
-    parser.add_argument("--to", required=True, metavar="hub:USER/NAME", help="the repository; made if there is none")
-    parser.add_argument("--public", action="store_true", help="make a repository that everybody can see")
-    add_json(parser)
-    return parser

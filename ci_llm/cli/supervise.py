@@ -35,10 +35,6 @@ def supervise(arguments: Sequence[str]) -> int:
     options = parse_options(arguments)
     if sys.platform != "linux":
         raise LaunchError("the supervisor follows processes in a way that only Linux has", hint="use Linux, or WSL")
-    return _supervise(options)
-
-
-def _supervise(options: Options) -> int:
     # Imported here, so that --help answers at once.
     from ci_llm.cli.command import print_line
     from ci_llm.cluster.launch import read_launch
@@ -48,12 +44,9 @@ def _supervise(options: Options) -> int:
     from ci_llm.supervisor.loop import LOG_NAME, MID_LINE, Supervisor, SupervisorLog
     from ci_llm.supervisor.wandb_cleanup import WandbCleanup
 
-    wake_fd, signalled_fd = os.pipe()
-
     def announce(line: str) -> None:
         if interrupts.stop_reason is not None:  # a request to save is reported once it has been passed on
             logger.info(line, extra=MID_LINE)
-        os.write(signalled_fd, b"\n")
 
     interrupts = Interrupts(stop=(*STOP_SIGNALS, "SIGHUP"), announce=announce)
     with interrupts:
@@ -67,15 +60,9 @@ def _supervise(options: Options) -> int:
             process_tree.adopt_orphans()
             target = _target(options)
             deletes_runs = options.delete_wandb_runs and target.restarts_from_scratch
-            supervisor = Supervisor(
-                target,
-                options.policy,
-                interrupts,
-                wake_fd=wake_fd,
-                wandb_cleanup=WandbCleanup(os.environ) if deletes_runs else None,
-            )
+            cleanup = WandbCleanup(os.environ) if deletes_runs else None
             try:
-                return supervisor.run()
+                return Supervisor(target, options.policy, interrupts, cleanup).run()
             except KeyboardInterrupt:  # the second Ctrl-C
                 logger.warning("aborted")
                 return ABORTED_EXIT_CODE

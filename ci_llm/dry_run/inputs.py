@@ -173,9 +173,13 @@ def template(context: CheckContext) -> str:
     """Rows become tokens, and the learned part of them is found under the chat template in force."""
     tokenizer = _tokenizer(context)
     use_chat_template(tokenizer, context.config.chat_template)
-    wanted = max(SAMPLED, TOY_STEPS * context.toy_batch * context.processes.num_processes)
+    number = context.processes.num_processes
+    wanted = max(SAMPLED, TOY_STEPS * context.toy_batch * number)
     longest = (positions_of(context.shape) or sys.maxsize) if context.config.is_open("max_seq_length") else None
-    _tokenize_samples(context, tokenizer, wanted, TOY_EVAL_ROWS * context.processes.num_processes, longest)
+    sampled = partial(_sampled, context, tokenizer, longest or context.config.max_seq_length)
+    context.examples = once_each(context.rows, partial(sampled, wanted))
+    evaluated = once_each(context.eval_rows, partial(sampled, TOY_EVAL_ROWS * number, evaluated=True))
+    context.eval_examples = EvaluationRows.of(evaluated)
     if longest is not None:
         seen = max(examples.facts.longest for examples in context.examples)
         context.config = context.config.model_copy(update={"max_seq_length": seen})
@@ -209,32 +213,28 @@ def _tokenizer(context: CheckContext) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _tokenize_samples(
+def _sampled(
     context: CheckContext,
     tokenizer: PreTrainedTokenizerBase,
-    number: int,
-    number_evaluated: int,
-    max_seq_length: int | None,
-) -> None:
-    """Tokenise some rows of every agent, evenly spread, into the scratch folder."""
-
-    def tokens(rows: Rows, most: int, *, evaluated: bool) -> TokenizedRows:
-        taken = min(most, len(rows))
-        return tokenize(
-            rows.select([at * len(rows) // taken for at in range(taken)]),
-            tokenizer,
-            max_seq_length=max_seq_length or context.config.max_seq_length,
-            train_on_prompt=context.config.train_on_prompt,
-            learn_preferred=learns_preferred(context.config, rows),
-            **how_tokenized(context.config, context.shape, tokenizer),
-            evaluated=evaluated,
-            cache_folder=context.scratch / "tokens",
-            main_process_first=context.processes.main_process_first(),
-        )
-
-    context.examples = once_each(context.rows, partial(tokens, most=number, evaluated=False))
-    evaluated = once_each(context.eval_rows, partial(tokens, most=number_evaluated, evaluated=True))
-    context.eval_examples = EvaluationRows.of(evaluated)
+    max_seq_length: int,
+    most: int,
+    rows: Rows,
+    *,
+    evaluated: bool = False,
+) -> TokenizedRows:
+    """Some of the rows, evenly spread, tokenised into the scratch folder."""
+    taken = min(most, len(rows))
+    return tokenize(
+        rows.select([at * len(rows) // taken for at in range(taken)]),
+        tokenizer,
+        max_seq_length=max_seq_length,
+        train_on_prompt=context.config.train_on_prompt,
+        learn_preferred=learns_preferred(context.config, rows),
+        **how_tokenized(context.config, context.shape, tokenizer),
+        evaluated=evaluated,
+        cache_folder=context.scratch / "tokens",
+        main_process_first=context.processes.main_process_first(),
+    )
 
 
 def estimate(context: CheckContext) -> str:
@@ -327,12 +327,13 @@ def _too_large(context: CheckContext, what: str, free: float) -> ConfigError:
 
 def space(context: CheckContext) -> str:
     """The checkpoints that are kept, one more that is being written, and the final one, fit on the disk."""
-    one = context.measured.checkpoint_bytes
+    one = context.checkpoint_bytes
     if one is None and context.trace is not None:  # weights and two moments
         one = 3 * context.trace.agents_bytes // cost_model.agent_copies(context.config, context.processes.device)
     if one is None:
         return "not estimated: this architecture cannot be traced"
-    kept = context.config.save_total_limit or _number_of_saves(context)
+    every, steps = context.config.save_steps, _total_steps(context)
+    kept = context.config.save_total_limit or (-(-steps // every) if every and steps else 1)
     best = context.config.keeps_best
     needed = one * (kept + 2 + best)
     free = shutil.disk_usage(scratch_parent(context.config.run_folder)).free
@@ -345,11 +346,6 @@ def space(context: CheckContext) -> str:
             hint="save_total_limit=1, or an output_dir on a larger disk",
         )
     return f"{what} of {size(free)} free"
-
-
-def _number_of_saves(context: CheckContext) -> int:
-    every, steps = context.config.save_steps, _total_steps(context)
-    return -(-steps // every) if every and steps else 1
 
 
 def _total_steps(context: CheckContext) -> int | None:
@@ -379,9 +375,9 @@ def _seconds_per_step(context: CheckContext) -> tuple[float | None, str]:
     found = context.trace
     per_step = context.rows_per_step
     of_each = [min(per_step, number) for number in context.num_rows] if context.rows else [per_step]
-    if context.measured.tokens_per_s:  # those of each agent count, if each has its own
+    if context.tokens_per_s:  # those of each agent count, if each has its own
         of_pass = context.lengths.mean * context.lengths.branches
-        return sum(of_each) * of_pass / context.measured.tokens_per_s, "measured"
+        return sum(of_each) * of_pass / context.tokens_per_s, "measured"
     tokens = max(of_each) * context.lengths.mean
     if found is None:
         return None, "this architecture cannot be traced"
@@ -392,12 +388,12 @@ def _seconds_per_step(context: CheckContext) -> tuple[float | None, str]:
 
 def _evaluation_seconds(context: CheckContext, steps: int) -> float:
     """The most seconds of all evaluations; answers may end early."""
-    config, measured = context.config, context.measured
+    config = context.config
     if not context.rows:
         return 0.0
     times = 1 + ((steps - 1) // config.eval_steps if config.eval_steps else 0)
     rows = context.num_eval_rows
     rounds = -(-min(config.generation_eval_samples, rows) // (config.batch_size * context.processes.num_processes))
     longest = context.lengths.learned_of(context.longest_tokens)
-    answering = rounds * config.answer_tokens(longest) * measured.token_generated_s
-    return times * rows * measured.row_evaluated_s + answering
+    answering = rounds * config.answer_tokens(longest) * context.token_generated_s
+    return times * rows * context.row_evaluated_s + answering

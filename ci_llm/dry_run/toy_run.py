@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import time
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import FileRecord
 from ci_llm.checkpoints.state_files import State, take_snapshot
 from ci_llm.core.determinism import generator_for
@@ -27,6 +29,7 @@ from ci_llm.data.units import Unit
 from ci_llm.dry_run.context import TOY_STEPS, CheckContext
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send
+from ci_llm.logs.run_log import RunLog
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.evaluation import conclude
 from ci_llm.run.loop import Batches, steps, train
@@ -49,7 +52,16 @@ def model(context: CheckContext) -> str:
     use_chat_template(base.tokenizer, context.config.chat_template)
     parameters = base.num_parameters  # counted before there are agents
     config = context.toy_config()
-    manager, log = context.open_run_folder(config)
+    log = RunLog(config.run_folder, is_main_process=context.processes.is_main_process, terminal=io.StringIO())
+    context.at_end.callback(log.close)
+    manager = CheckpointManager(
+        config.run_folder,
+        save_interval_steps=None,
+        checkpoint_backend=config.checkpoint_backend,
+        processes=context.processes,
+        interrupts=context.interrupts,
+    )
+    context.at_end.callback(manager.close)
     crowd = build_crowd(config, base, context.processes)
     crowd.prompter = Prompter(base.tokenizer, form_of(context.rows[0]))
     attempt = context.attempt = Attempt(config, context.launch, manager, context.interrupts, log)
@@ -91,7 +103,7 @@ def two_steps(context: CheckContext) -> str:
             where="two optimizer steps",
             hint="lower learning_rate, or take mixed_precision=bf16 or no instead of fp16",
         )
-    context.measured.tokens_per_s = speed
+    context.tokens_per_s = speed
     return f"loss {losses[0]:.3f}, then {losses[-1]:.3f}; {speed:,.0f} tokens/s"
 
 
@@ -127,7 +139,7 @@ def checkpoint(context: CheckContext) -> str:
     _compare(wanted, _records(contents_of(trainer, context.attempt)[0]), str(source.folder))
     if result is None:  # on every process but the one that writes
         return ""
-    context.measured.checkpoint_bytes = result.nbytes
+    context.checkpoint_bytes = result.nbytes
     return f"{size(result.nbytes)} written in {duration(result.seconds)}, read back bit for bit"
 
 
@@ -192,10 +204,8 @@ def diversity(context: CheckContext) -> str:
     kept = trainer.crowd.storage.weights.clone()
     generator = generator_for(trainer.config.seed, "dry run")
     noise = torch.randn(kept.shape, generator=generator).to(kept) * NOISE
-    try:
-        alike, _ = _diversity_of(
-            trainer, torch.zeros_like(noise), batch
-        )  # agents of any shape are then the base itself
+    try:  # with weights of zero, agents of any shape are the base itself
+        alike, _ = _diversity_of(trainer, torch.zeros_like(noise), batch)
         apart, gradient = _diversity_of(trainer, noise, batch)
     finally:
         trainer.crowd.storage.weights.copy_(kept)
@@ -290,7 +300,7 @@ def conclusion(context: CheckContext) -> str:
         load_checkpoint(trainer.config.run_folder / "final_checkpoint")
     rows = len(trainer.evaluator.rows)
     questions = min(rows, trainer.config.generation_eval_samples)
-    context.measured.row_evaluated_s = (middle - start) / rows
-    context.measured.token_generated_s = max(0.0, end - middle - (middle - start)) / GENERATED_TOKENS
+    context.row_evaluated_s = (middle - start) / rows
+    context.token_generated_s = max(0.0, end - middle - (middle - start)) / GENERATED_TOKENS
     done = f"{count(rows, 'row')} scored, {count(questions, 'answer')} generated"
     return f"{done}, nll of the crowd {scores.mean_nll[-1]:.3f}"

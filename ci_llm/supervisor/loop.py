@@ -150,21 +150,14 @@ class Supervisor:
 
     Args:
         interrupts: installed; a request to stop is passed on to the running attempt.
-        wake_fd: a file that becomes readable when a signal has arrived.
         wandb_cleanup: deletes the W&B runs of failed attempts; None to keep them.
     """
 
     def __init__(
-        self,
-        target: Target,
-        policy: Policy,
-        interrupts: Interrupts,
-        *,
-        wake_fd: int,
-        wandb_cleanup: WandbCleanup | None,
+        self, target: Target, policy: Policy, interrupts: Interrupts, wandb_cleanup: WandbCleanup | None = None
     ) -> None:
         self._target, self._policy = target, policy
-        self._interrupts, self._wake_fd, self._wandb_cleanup = interrupts, wake_fd, wandb_cleanup
+        self._interrupts, self._wandb_cleanup = interrupts, wandb_cleanup
         self._outcomes: list[Outcome] = []
         self._changes: dict[int, list[str]] = {}  # after the attempt of this number, in words
         interrupts.describe_stop = lambda: _BETWEEN
@@ -215,8 +208,7 @@ class Supervisor:
         command, environment = self._target.begin_attempt()
         logger.info("attempt %d of %d: %s", number, self._policy.max_retries + 1, shown(command))
         evidence = Evidence()
-        grace_s = self._target.grace_s
-        with Child(command, environment, evidence=evidence, grace_s=grace_s, wake_fd=self._wake_fd) as child:
+        with Child(command, environment, evidence=evidence, grace_s=self._target.grace_s) as child:
             self._interrupts.describe_stop = lambda: f"ending attempt {number}"
             result = child.run(lambda: self._stop_order(evidence))
             self._interrupts.describe_stop = lambda: _BETWEEN
