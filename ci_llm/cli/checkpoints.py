@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("--quick", action="store_true", help="read the manifests alone, not every byte")
     verifying = verb("verify", _verify, "compare every byte of a checkpoint, or of all of a run, with its digest")
     verifying.add_argument(
-        "path", type=path_or_url, metavar="PATH", help="a checkpoint, the output_dir of a run, or a mirror's URL"
+        "path", type=path_or_url, metavar="PATH", help="a checkpoint, an output_dir, or a mirror's URL"
     )
     diff = verb("diff", _diff, "compare two checkpoints bit by bit")
     diff.add_argument("one", type=path_or_url, metavar="A", help="a checkpoint; of a run or a mirror, its newest one")
@@ -95,9 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     importing = verb("import", _import, "make one crowd of PEFT adapters")
     importing.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help="a folder with one adapter or more")
     importing.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where; must not exist yet")
-    importing.add_argument(
-        "--base-model", metavar="NAME", help="hub id or folder; by default the base that the adapters name"
-    )
+    importing.add_argument("--base-model", metavar="NAME", help="hub id or folder; default: as the adapters say")
     return parser
 
 

@@ -67,15 +67,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("evaluate", _COMMON)
     option = parser.add_argument
     option("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
-    about = "a key of the configuration; --help all lists them"
-    option("keys", nargs="*", default=[], metavar="key=value", help=about)
+    option("keys", nargs="*", default=[], metavar="key=value", help="of the configuration; --help all lists them")
     option("--data", metavar="F", help="a file, a folder, a hub id, or embedded; read as in training")
     option("--split", metavar="S", help="the split of the data set")
     option("--max-samples", type=at_least(1), metavar="N", help="at most N rows, evenly spread")
-    about = "exact_match (default; free text: NLL alone) or string_match"
-    option("--metric", choices=METRICS, metavar="M", help=about)
-    about = "questions at a time; default: the run's batch_size"
-    option("--batch-size", type=at_least(1), metavar="B", help=about)
+    option("--metric", choices=METRICS, metavar="M", help="exact_match (default; free text: NLL) or string_match")
+    option("--batch-size", type=at_least(1), metavar="B", help="questions at a time; default: the run's batch_size")
     option("--output", type=Path, metavar="F", help="the predictions file; default: RUN/predictions.jsonl")
     option("--overwrite", action="store_true", help="begin the predictions file again")
     about = f"list rows that were answered wrong, at most N (default {_LISTED_FAILURES}), the surest first"

@@ -232,10 +232,7 @@ class Conversation:
         return "A conversation: earlier turns are remembered."
 
     def say(self, message: str) -> None:
-        """Answer a message, piece by piece on standard output.
-
-        If Ctrl-C stops the answer, the pieces so far are remembered.
-        """
+        """Answer a message, piece by piece on standard output. If the answer is stopped, its pieces are remembered."""
         prompt, choices = self._prompt(message), dict(self._choices)
         choices.setdefault("seed", secrets.randbits(32))  # /agents draws the same answer again
         self._asked = prompt, choices
@@ -245,10 +242,10 @@ class Conversation:
                 for piece in stream:
                     pieces.append(piece)
                     print(piece, end="", flush=True)
-            except KeyboardInterrupt:
-                self._remember(message, "".join(pieces))
-                raise
-        self._remember(message, "".join(pieces))
+            finally:
+                if pieces and self._prompter.tells_turns_apart:
+                    answer = {"role": "assistant", "content": "".join(pieces)}
+                    self._turns += [{"role": "user", "content": message}, answer]
         print(flush=True)
         if self._shows_sureness:
             if stream.result.abstained:
@@ -274,10 +271,6 @@ class Conversation:
         if self._prompter.form == "text":
             return message
         return [*self._system, *self._turns, {"role": "user", "content": message}]
-
-    def _remember(self, message: str, answer: str) -> None:
-        if answer and self._prompter.tells_turns_apart:
-            self._turns += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
 
     def _stream(self, prompt: Any, choices: Mapping[str, Any]) -> Stream:
         try:

@@ -118,9 +118,7 @@ def compare_runs(words: Sequence[str]) -> int:
         SystemExit: with 0, after `--help`.
     """
     parser = parser_of("compare")
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="the output_dir of a run; two or more, or one of a sweep"
-    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the output_dir of a run; two or more, or one sweep")
     add_json(parser, "; of a sweep its sweep.json")
     call = parser.parse_args(words)
     from ci_llm.report.compare import LETTERS, as_json, as_text

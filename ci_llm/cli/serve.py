@@ -59,16 +59,12 @@ def _options(words: Sequence[str]) -> Options:
     option("--host", help="the address that is listened on (%(default)s)")
     option("--port", type=at_least(0, most=65535), help="its port (%(default)s); 0 takes a free one")
     option("--api-key", dest="key", metavar="KEY", help=f"that requests must have; ps shows it, but not {_KEY}")
-    option(
-        "--api-key-file", type=Path, metavar="FILE", help=f"that holds the key; it wins over {_KEY}, --api-key over it"
-    )
+    option("--api-key-file", type=Path, metavar="FILE", help=f"that holds it; wins over {_KEY}, --api-key over it")
     option("--served-model-name", dest="name", metavar="NAME", help="of all agents together (%(default)s)")
-    about = "sequences decoded at once (%(default)s)"
-    option("--max-num-seqs", dest="slots", type=at_least(1), metavar="N", help=about)
+    option("--max-num-seqs", dest="slots", type=at_least(1), metavar="N", help="sequences at a time (%(default)s)")
     about = "tokens of prompt and answer; by default all"
     option("--max-model-len", dest="context", type=at_least(2), metavar="N", help=about)
-    about = "texts that may wait beside them (%(default)s)"
-    option("--max-queue", dest="queue", type=at_least(0), metavar="N", help=about)
+    option("--max-queue", dest="queue", type=at_least(0), metavar="N", help="texts that may wait (%(default)s)")
     option("--minimum-confidence", type=probability, metavar="P", help="withhold answers that are less probably right")
     about = "for what is open at SIGTERM (%(default)s)"
     option("--drain-seconds", dest="drain_s", type=at_least(0), metavar="S", help=about)

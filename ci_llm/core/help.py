@@ -7,7 +7,9 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
+
+from ci_llm.errors import ConfigError
 
 ALL: Final = "all"
 REST: Final = "--help all: every option, more examples, exit codes"
@@ -59,6 +61,9 @@ class HelpfulParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.shorten_for(args or ())
         return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, where="command line", hint=f"{self.prog} --help all")
 
     def print_help(self, file: Any = None) -> None:
         print(self.format_help(), end="", file=file)  # argparse's own hides that the output fails

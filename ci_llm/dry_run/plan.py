@@ -63,23 +63,19 @@ def run_checks(
     passed: set[str] = set()
     for check in checks:
         lacking = [name for name in check.needs if name not in passed]
-        reason = stopped() or (f"needs {', '.join(lacking)}" if lacking else None)
-        result = CheckResult(check.name, "skipped", [reason]) if reason else _run_check(check, context, debug)
-        if result.verdict == "passed":
+        if reason := stopped() or (f"needs {', '.join(lacking)}" if lacking else None):
+            yield CheckResult(check.name, "skipped", [reason])
+            continue
+        start = time.monotonic()
+        verdict: Verdict = "passed"
+        try:
+            lines = check.run(context).splitlines() or [""]
             passed.add(check.name)
-        yield result
-
-
-def _run_check(check: Check, context: CheckContext, debug: bool) -> CheckResult:
-    start = time.monotonic()
-    verdict: Verdict = "passed"
-    try:
-        lines = check.run(context).splitlines() or [""]
-    except Exception as error:  # noqa: BLE001  the dry run names every failure and continues
-        if debug:
-            traceback.print_exc()
-        lines, verdict = _error_lines(error), "failed"
-    return CheckResult(check.name, verdict, lines, time.monotonic() - start)
+        except Exception as error:  # noqa: BLE001  the dry run names every failure and continues
+            if debug:
+                traceback.print_exc()
+            lines, verdict = _error_lines(error), "failed"
+        yield CheckResult(check.name, verdict, lines, time.monotonic() - start)
 
 
 def _error_lines(error: Exception) -> list[str]:

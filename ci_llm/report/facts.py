@@ -292,7 +292,8 @@ class RunFacts:
         self.attempts = read_attempts(self.folder, self.status, metrics.lines)
         self.config, self.size = _newest_config(self.folder)
         self.predictions = tuple(_read_predictions(self.folder / PREDICTIONS))
-        self.asked = parsed(self.folder / _ASKED, _read_asked, f"{_ASKED} cannot be read")
+        asked = self.folder / _ASKED
+        self.asked: Record = parsed(asked, read_object, f"{_ASKED} cannot be read") if asked.exists() else {}
         try:
             self.because = read_recovery(self.folder).because
         except CheckpointError as error:
@@ -390,10 +391,6 @@ def _newest_config(folder: Path) -> tuple[Config | None, dict[str, int]]:
             place: Any = manifest.info["surroundings"]
             return config, {"processes": place["processes"], "rows per step": state["rows_per_step"]}
     return None, {}
-
-
-def _read_asked(path: Path) -> Mapping[str, Any]:
-    return read_object(path) if path.exists() else {}
 
 
 def _read_predictions(path: Path) -> Iterator[Mapping[str, Any]]:

@@ -96,7 +96,7 @@ GRACE_S: Final = 10.0
 
 
 class ExternalScript:
-    """A target that is some other training script. See `Target` for its methods.
+    """A target that is some other training script. See `OwnRun` for the attributes.
 
     Raises:
         ConfigError: the script or its configuration cannot be found, or a named key is in neither.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 from ci_llm.core.help import HelpfulParser, at_least
 from ci_llm.errors import ConfigError
@@ -99,15 +99,10 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:place], arguments[place + 1 :]
 
 
-class _Parser(HelpfulParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, where="command line", hint="python safe_train.py --help all")
-
-
 def _parser() -> argparse.ArgumentParser:
     does, _, examples = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").strip().partition("\n\n")
-    parser = _Parser(
-        prog="safe_train.py",
+    parser = HelpfulParser(
+        prog="python safe_train.py",
         usage="python safe_train.py [options] [key=value ...] [-- command ...]",
         description=does,
         epilog=examples,
