@@ -351,7 +351,7 @@ def run_folder(path: Path | str) -> Path:
     """The folder of the run that `path` means: itself, or the folder around a checkpoint.
 
     Raises:
-        BadInput: there is no run.
+        BadInput: it is a mirror, or a sweep without a run.
     """
     if "://" in str(path):
         raise BadInput("this needs the run's folder on a disk", where=str(path), hint="copy the folder of the run here")
@@ -359,12 +359,10 @@ def run_folder(path: Path | str) -> Path:
     for place in (folder, folder.absolute().parent):
         if folder.is_dir() and (place / "status.json").is_file():
             return place
-    what = NOT_A_RUN if folder.is_dir() else "there is no such folder"
     if (folder / SWEEP).is_file():  # of a program's own loop, which writes no status
-        raise BadInput(
-            what, where=str(path), hint=f"ci-llm compare {shlex.quote(str(path))} shows the trials of this sweep"
-        )
-    raise BadInput(what, where=str(path), hint="give the output_dir of a run")
+        hint = f"ci-llm compare {shlex.quote(str(path))} shows the trials of this sweep"
+        raise BadInput(NOT_A_RUN, where=str(path), hint=hint)
+    return folder  # `read_status` says what it is
 
 
 def read_metrics(folder: Path) -> Metrics:
