@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 
 
 def start(
-    what: str,
-    config: Config,
-    interrupts: Interrupts,
-    words: Sequence[str],
-    *,
-    lines: Sequence[str] = (),
+    what: str, config: Config, interrupts: Interrupts, words: Sequence[str], *, lines: Sequence[str] = ()
 ) -> Launch:
     """Handle the signals of the configuration, read the launcher, and print the first line on the main process.
 

@@ -152,18 +152,17 @@ class Child:
         self._memory = _MemoryWatch()
         control_end, self._control = os.pipe()
         self._report, report_end = os.pipe()
+        ends = control_end, report_end
         self._reported = b""
         self._shim = start_shim(
             command,
             _environment(environment, unbuffered=not self._channels[0].is_terminal),
-            grace_s=grace_s,
-            control_fd=control_end,
-            report_fd=report_end,
-            stdout_fd=self._channels[0].child_end,
-            stderr_fd=self._channels[-1].child_end,
+            grace_s,
+            ends,
+            (self._channels[0].child_end, self._channels[-1].child_end),
         )
         # Only the shim may hold these: otherwise neither side would see the end of the other.
-        for end in (control_end, report_end):
+        for end in ends:
             os.close(end)
         for channel in self._channels:
             channel.start()
