@@ -32,8 +32,7 @@ ROOT = Path(__file__).parent.parent
 TESTS = {
     "ci_llm/checkpoints/store.py": ["tests/checkpoints/test_store.py", "tests/checkpoints/test_costs.py"],
     "ci_llm/checkpoints/due.py": ["tests/checkpoints/test_due.py"],
-    "ci_llm/supervisor/classify.py": ["tests/supervisor/test_classify.py"],
-    "ci_llm/supervisor/policy.py": ["tests/supervisor/test_policy.py"],
+    "ci_llm/supervisor/policy.py": ["tests/supervisor/test_classify.py", "tests/supervisor/test_policy.py"],
     "ci_llm/run/step/state.py": ["tests/run/test_nonfinite_policy.py", "tests/run/test_requests.py"],
     "ci_llm/data/order.py": ["tests/data/test_order.py"],
 }

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from ci_llm.cli.command import at_least, probability, whole_checkpoint
+from ci_llm.cli.command import whole_checkpoint
+from ci_llm.core.help import at_least, probability
 from ci_llm.core.imports import importing, plugin_names
 from ci_llm.core.quantities import count
 from ci_llm.errors import BadInput, ConfigError, ModelError
@@ -74,10 +75,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for the run, and for how tokens are chosen."""
     parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
     aggregators, option = plugin_names("ci_llm.crowd.aggregators"), parser.add_argument
-    about = "at most so many tokens per answer (256)"
-    option("--max-new-tokens", type=at_least(1), default=256, metavar="N", help=about)
-    about = "draw tokens; below 1 sharper, 0 takes the most probable"
-    option("--temperature", type=at_least(0, float), metavar="T", help=about)
+    option("--max-new-tokens", type=at_least(1), default=256, metavar="N", help="most tokens of an answer (256)")
+    option("--temperature", type=at_least(0, float), metavar="T", help="draw tokens; 0 takes the most probable")
     option("--top-p", type=probability, metavar="P", help="draw from the most probable tokens that sum up to P")
     option("--top-k", type=at_least(1), metavar="K", help="draw from the K most probable tokens")
     option("--seed", type=int, metavar="N", help="of drawing: the same seed draws the same answer")
@@ -85,8 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     option("--stop", action="append", type=_stop_string, default=[], metavar="S", help=about)
     about = "how agents become one crowd (probability)"
     option("--aggregator", choices=aggregators, default="probability", metavar="A", help=about)
-    about = "give no answer that is right with a lower probability"
-    option("--abstain-below", type=probability, metavar="P", help=about)
+    option("--abstain-below", type=probability, metavar="P", help="give no answer that is less probably right")
     option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ci_llm.cli.asking import note_if_offline
-from ci_llm.cli.command import add_verb, parser_of, print_result, run_verb
+from ci_llm.cli.command import add_json, parser_of, print_result
 from ci_llm.core.quantities import count
 from ci_llm.errors import BadInput, DamagedCheckpoint
 
@@ -48,7 +48,9 @@ def checkpoints(words: Sequence[str]) -> int:
         BadInput: the call is wrong. CheckpointError: a checkpoint cannot be read or changed.
         SystemExit: with 0, after `--help`.
     """
-    return run_verb(_parser(), words)
+    call = _parser().parse_args(words)
+    code: int = call.run_verb(call)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,7 +59,15 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
     def verb(name: str, run: Callable[[argparse.Namespace], int], does: str) -> argparse.ArgumentParser:
-        return add_verb(verbs, name, run, does, next(call for call in calls if call.split()[2:3] == [name]))
+        """The parser of a verb, with `--json`; `run` takes the parsed words and returns the exit code."""
+        example = next(call for call in calls if call.split()[2:3] == [name])
+        described = f"{does[0].upper()}{does[1:]}."
+        found: argparse.ArgumentParser = verbs.add_parser(
+            name, help=does, description=described, epilog=f"example: {example}"
+        )
+        add_json(found)
+        found.set_defaults(run_verb=run)
+        return found
 
     does = "list the checkpoints of a run: step, time, size, whether each verifies, its place in the line"
     listing = verb("list", _list, does)
@@ -65,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("--quick", action="store_true", help="read the manifests alone, not every byte")
     verifying = verb("verify", _verify, "compare every byte of a checkpoint, or of all of a run, with its digest")
     verifying.add_argument(
-        "path", type=path_or_url, metavar="PATH", help="a checkpoint, the output_dir of a run, or a mirror's URL"
+        "path", type=path_or_url, metavar="PATH", help="a checkpoint, an output_dir, or a mirror's URL"
     )
     diff = verb("diff", _diff, "compare two checkpoints bit by bit")
     diff.add_argument("one", type=path_or_url, metavar="A", help="a checkpoint; of a run or a mirror, its newest one")
@@ -85,9 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     importing = verb("import", _import, "make one crowd of PEFT adapters")
     importing.add_argument("sources", type=Path, nargs="+", metavar="SOURCE", help="a folder with one adapter or more")
     importing.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where; must not exist yet")
-    importing.add_argument(
-        "--base-model", metavar="NAME", help="hub id or folder; by default the base that the adapters name"
-    )
+    importing.add_argument("--base-model", metavar="NAME", help="hub id or folder; default: as the adapters say")
     return parser
 
 

@@ -41,7 +41,7 @@ class Parser(HelpfulParser):
         if self._subparsers is not None:  # argparse cannot intermix them; the parser of the verb takes the words
             return super().parse_args(args, namespace)
         self.shorten_for(args or ())  # before argparse keeps the line of usage
-        return self.parse_intermixed_args(self._respelt(args or ()), namespace)
+        return self.parse_intermixed_args(args or (), namespace)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         return super().parse_known_args(self._respelt(args or ()), namespace)
@@ -96,24 +96,6 @@ def agent_number(word: str) -> int:
         raise argparse.ArgumentTypeError(f"{word!r} is not an agent, such as 2 or agent2") from None
 
 
-def at_least(least: int, kind: type[int | float] = int) -> Callable[[str], int | float]:
-    """The type of an option that takes a number of at least `least`."""
-
-    def number(text: str) -> int | float:
-        if (found := kind(text)) < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}")
-        return found
-
-    return number
-
-
-def probability(text: str) -> float:
-    """The type of an option that takes a probability."""
-    if not 0 <= (found := float(text)) <= 1:
-        raise argparse.ArgumentTypeError("must be a probability, from 0 to 1")
-    return found
-
-
 def add_json(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Add `--json`, which every command with a result has."""
     parser.add_argument("--json", action="store_true", help=f"one JSON object, for scripts{more}")
@@ -135,33 +117,6 @@ def whole_checkpoint(run: str) -> Iterator[None]:
     except DamagedCheckpoint as damage:
         hint = f"ci-llm checkpoints list {shlex.quote(run)} shows which checkpoints are whole: give one of them"
         raise BadInput(damage.what, where=damage.where, hint=hint) from damage
-
-
-def add_verb(
-    verbs: Any, name: str, run: Callable[[argparse.Namespace], int], does: str, example: str, more: str = ""
-) -> argparse.ArgumentParser:
-    """The parser of a verb such as `list` of `ci-llm checkpoints`; it has `--json`.
-
-    Args:
-        verbs: the result of `add_subparsers` of the command's parser.
-        run: takes the parsed words and returns the exit code; see `run_verb`.
-        does: the description in the list of verbs, and with `more` in the verb's own help.
-        example: a call.
-    """
-    description = f"{does[0].upper()}{does[1:]}.{more}"
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        name, help=does, description=description, epilog=f"example: {example}"
-    )
-    add_json(parser)
-    parser.set_defaults(run_verb=run)
-    return parser
-
-
-def run_verb(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
-    """Run the verb that the words name; returns the exit code."""
-    call = parser.parse_args(words)
-    code: int = call.run_verb(call)
-    return code
 
 
 _LOGGER = logging.getLogger(__name__)

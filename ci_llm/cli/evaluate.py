@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ci_llm.cli.command import add_json, at_least, parser_of, print_result, probability, whole_checkpoint
+from ci_llm.cli.command import add_json, parser_of, print_result, whole_checkpoint
+from ci_llm.core.help import at_least, probability
 from ci_llm.core.imports import importing
 from ci_llm.core.quantities import duration
 from ci_llm.core.remote import is_url
@@ -42,14 +42,11 @@ def evaluate_run(words: Sequence[str]) -> int:
     if call.data:
         note_if_offline(call.data)
     with importing():
-        from ci_llm.data.sources import open_splits
         from ci_llm.evaluation.loading import Request, read_keys
         from ci_llm.evaluation.saved_crowd import evaluate
 
     named = {name: value for name, value in vars(call).items() if name not in ("keys", "failed", "json")}
     request = Request(**named, keys=read_keys(call.keys))
-    if call.data and not os.path.exists(os.path.expanduser(call.data)):  # refused before a base is loaded
-        open_splits(call.data, request.keys.get("dataset_subset"), "train", "--data")
     with whole_checkpoint(call.run):
         try:
             found = evaluate(request, None if call.json else _show)
@@ -66,15 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of("evaluate", _COMMON)
     option = parser.add_argument
     option("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
-    about = "a key of the configuration; --help all lists them"
-    option("keys", nargs="*", default=[], metavar="key=value", help=about)
+    option("keys", nargs="*", default=[], metavar="key=value", help="of the configuration; --help all lists them")
     option("--data", metavar="F", help="a file, a folder, a hub id, or embedded; read as in training")
     option("--split", metavar="S", help="the split of the data set")
     option("--max-samples", type=at_least(1), metavar="N", help="at most N rows, evenly spread")
-    about = "exact_match (default; free text: NLL alone) or string_match"
-    option("--metric", choices=METRICS, metavar="M", help=about)
-    about = "questions at a time; default: the run's batch_size"
-    option("--batch-size", type=at_least(1), metavar="B", help=about)
+    option("--metric", choices=METRICS, metavar="M", help="exact_match (default; free text: NLL) or string_match")
+    option("--batch-size", type=at_least(1), metavar="B", help="questions at a time; default: the run's batch_size")
     option("--output", type=Path, metavar="F", help="the predictions file; default: RUN/predictions.jsonl")
     option("--overwrite", action="store_true", help="begin the predictions file again")
     about = f"list rows that were answered wrong, at most N (default {_LISTED_FAILURES}), the surest first"

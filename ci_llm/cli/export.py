@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ci_llm.cli.asking import find_run
-from ci_llm.cli.command import add_json, agent_number, at_least, parser_of, print_result, whole_checkpoint
+from ci_llm.cli.command import add_json, agent_number, parser_of, print_result, whole_checkpoint
+from ci_llm.core.help import at_least
 from ci_llm.core.imports import importing
 from ci_llm.crowd.merging import DISTILLED, DISTILLED_DOES, METHODS, Distillation, Merge, merge_of
 from ci_llm.errors import BadInput, ModelError
@@ -72,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     distil = parser.add_argument_group("for --merge distilled").add_argument
     distil("--prompts", type=Path, metavar="F", help="prompts without answers, as ci-llm generate --file")
     distil("--steps", type=at_least(1), metavar="N", help="optimizer steps; default 120")
-    distil("--distill-rate", type=float, metavar="R", help="learning rate of AdamW; default a quarter of the run's")
+    about = "learning rate of AdamW; default a quarter of the run's"
+    distil("--distill-rate", type=at_least(0, float), metavar="R", help=about)
     option("--into-base", action="store_true", help="merge the adapter into the weights of the base")
     option("--format", choices=("peft", "gguf"), default="peft", help="of an adapter: gguf for llama.cpp and Ollama")
     option("--dtype", choices=("fp32", "bf16", "fp16"), help="with --into-base: of the weights; default that on disk")
@@ -153,7 +155,12 @@ def push(words: Sequence[str]) -> int:
         BadInput: the call is wrong, there is no final checkpoint, or the hub refuses. CheckpointError: no answer.
         SystemExit: with 0, after `--help`.
     """
-    call = _push_parser().parse_args(words)
+    parser = parser_of("push")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run that is complete")
+    parser.add_argument("--to", required=True, metavar="hub:USER/NAME", help="the repository; made if there is none")
+    parser.add_argument("--public", action="store_true", help="make a repository that everybody can see")
+    add_json(parser)
+    call = parser.parse_args(words)
     if not call.to.startswith("hub:"):
         raise BadInput("a run is published on the hub", where=f"--to {call.to}", hint="--to hub:user/name")
     with importing():
@@ -167,12 +174,3 @@ def push(words: Sequence[str]) -> int:
     lines.append(f'Crowd.from_pretrained("{done.repository}").generate("...")')
     print_result(call.json, asdict(done), *lines)
     return 0
-
-
-def _push_parser() -> argparse.ArgumentParser:
-    parser = parser_of("push")
-    parser.add_argument("run", type=Path, metavar="RUN", help="the output_dir of a run that is complete")
-    parser.add_argument("--to", required=True, metavar="hub:USER/NAME", help="the repository; made if there is none")
-    parser.add_argument("--public", action="store_true", help="make a repository that everybody can see")
-    add_json(parser)
-    return parser

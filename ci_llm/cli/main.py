@@ -27,7 +27,7 @@ COMMANDS: Final = {
     "agents": "ci_llm.cli.runs:agents",
     "checkpoints": "ci_llm.cli.checkpoints:checkpoints",
     "generate": "ci_llm.cli.generate:generate",
-    "chat": "ci_llm.cli.chat:chat",
+    "chat": "ci_llm.cli.generate:chat",
     "serve": "ci_llm.cli.serve:serve",
     "score": "ci_llm.cli.generate:score",
     "evaluate": "ci_llm.cli.evaluate:evaluate_run",

@@ -5,7 +5,6 @@ All of them work by the files of the runs, on any machine that sees the folders.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import shlex
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ci_llm.cli.command import add_json, add_verb, agent_number, help_of, parser_of, print_result, run_verb
+from ci_llm.cli.command import add_json, agent_number, help_of, parser_of, print_result
 from ci_llm.core.help import asked_help
 from ci_llm.core.imports import importing
 from ci_llm.core.run_folder import SWEEP
@@ -40,10 +39,10 @@ def status(words: list[str]) -> int:
 
 def _tell(folder: Path, *, as_json: bool) -> int:
     """Print the state of a run; returns the exit code."""
-    from ci_llm.report.status import lines, look_at
+    from ci_llm.report.status import Reading, lines
 
     _LOGGER.debug("reads %s", Path(folder, "status.json").absolute())
-    found = look_at(folder)
+    found = Reading(folder)
     print_result(as_json, found.record(), *lines(found))
     return found.status.exit_code
 
@@ -83,10 +82,10 @@ def watch(words: list[str]) -> int:
 
 def look_again(folder: Path) -> tuple[Reading | None, list[str]]:
     """The run as it is now, and the lines about it; None while no run can be read, which may begin later."""
-    from ci_llm.report.status import lines, look_at
+    from ci_llm.report.status import Reading, lines
 
     try:
-        found = look_at(folder)
+        found = Reading(folder)
     except (BadInput, OSError) as error:
         return None, [str(error) if (folder / "status.json").exists() else "no run has begun here yet"]
     return found, lines(found)
@@ -119,9 +118,7 @@ def compare_runs(words: Sequence[str]) -> int:
         SystemExit: with 0, after `--help`.
     """
     parser = parser_of("compare")
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="the output_dir of a run; two or more, or one of a sweep"
-    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the output_dir of a run; two or more, or one sweep")
     add_json(parser, "; of a sweep its sweep.json")
     call = parser.parse_args(words)
     from ci_llm.report.compare import LETTERS, as_json, as_text
@@ -168,16 +165,11 @@ def agents(words: Sequence[str]) -> int:
         SystemExit: with 0, after `--help`.
     """
     parser = parser_of("agents")
-    verbs = parser.add_subparsers(metavar="VERB", required=True, dest="verb")
-    does = "an agent leaves the crowd, and the steps get cheaper"
-    more = " Its adapter stays in stopped/ of the checkpoints."
-    stopping = add_verb(verbs, "stop", _stop, does, "ci-llm agents stop ci_llm_output 1", more)
-    stopping.add_argument("run", type=Path, metavar="RUN", help="the output_dir of the run")
-    stopping.add_argument("agent", type=agent_number, metavar="K", help="the number of the agent, or agentK")
-    return run_verb(parser, words)
-
-
-def _stop(call: argparse.Namespace) -> int:
+    parser.add_argument("verb", choices=["stop"], help="the agent leaves the crowd")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the output_dir of the run")
+    parser.add_argument("agent", type=agent_number, metavar="K", help="the number of the agent, or agentK")
+    add_json(parser)
+    call = parser.parse_args(words)
     from ci_llm.run.step.requests import ask
 
     status = read_status(call.run)

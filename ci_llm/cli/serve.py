@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from ci_llm.cli import asking
-from ci_llm.cli.command import at_least, parser_of, probability
+from ci_llm.cli.command import parser_of
+from ci_llm.core.help import at_least, probability
 from ci_llm.core.imports import importing
 from ci_llm.errors import BadInput
 from ci_llm.interrupts import Interrupts
@@ -57,18 +57,14 @@ def _options(words: Sequence[str]) -> Options:
     option = parser.add_argument
     option("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
     option("--host", help="the address that is listened on (%(default)s)")
-    option("--port", type=_port, help="its port (%(default)s); 0 takes a free one")
+    option("--port", type=at_least(0, most=65535), help="its port (%(default)s); 0 takes a free one")
     option("--api-key", dest="key", metavar="KEY", help=f"that requests must have; ps shows it, but not {_KEY}")
-    option(
-        "--api-key-file", type=Path, metavar="FILE", help=f"that holds the key; it wins over {_KEY}, --api-key over it"
-    )
+    option("--api-key-file", type=Path, metavar="FILE", help=f"that holds it; wins over {_KEY}, --api-key over it")
     option("--served-model-name", dest="name", metavar="NAME", help="of all agents together (%(default)s)")
-    about = "sequences decoded at once (%(default)s)"
-    option("--max-num-seqs", dest="slots", type=at_least(1), metavar="N", help=about)
+    option("--max-num-seqs", dest="slots", type=at_least(1), metavar="N", help="sequences at a time (%(default)s)")
     about = "tokens of prompt and answer; by default all"
     option("--max-model-len", dest="context", type=at_least(2), metavar="N", help=about)
-    about = "texts that may wait beside them (%(default)s)"
-    option("--max-queue", dest="queue", type=at_least(0), metavar="N", help=about)
+    option("--max-queue", dest="queue", type=at_least(0), metavar="N", help="texts that may wait (%(default)s)")
     option("--minimum-confidence", type=probability, metavar="P", help="withhold answers that are less probably right")
     about = "for what is open at SIGTERM (%(default)s)"
     option("--drain-seconds", dest="drain_s", type=at_least(0), metavar="S", help=about)
@@ -79,13 +75,6 @@ def _options(words: Sequence[str]) -> Options:
     found = Options(**given)
     key = found.key or (_key_in(file) if file else environ.get(_KEY)) or None
     return replace(found, key=key, engine_key=environ.get(_ENGINE_KEY) or None)
-
-
-def _port(text: str) -> int:
-    """The type of an option that takes a port."""
-    if not 0 <= (found := int(text)) <= 65535:
-        raise argparse.ArgumentTypeError("must be from 0 to 65535")
-    return found
 
 
 def _key_in(file: Path) -> str:

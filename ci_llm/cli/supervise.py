@@ -35,10 +35,6 @@ def supervise(arguments: Sequence[str]) -> int:
     options = parse_options(arguments)
     if sys.platform != "linux":
         raise LaunchError("the supervisor follows processes in a way that only Linux has", hint="use Linux, or WSL")
-    return _supervise(options)
-
-
-def _supervise(options: Options) -> int:
     # Imported here, so that --help answers at once.
     from ci_llm.cli.command import print_line
     from ci_llm.cluster.launch import read_launch
@@ -48,12 +44,9 @@ def _supervise(options: Options) -> int:
     from ci_llm.supervisor.loop import LOG_NAME, MID_LINE, Supervisor, SupervisorLog
     from ci_llm.supervisor.wandb_cleanup import WandbCleanup
 
-    wake_fd, signalled_fd = os.pipe()
-
     def announce(line: str) -> None:
         if interrupts.stop_reason is not None:  # a request to save is reported once it has been passed on
             logger.info(line, extra=MID_LINE)
-        os.write(signalled_fd, b"\n")
 
     interrupts = Interrupts(stop=(*STOP_SIGNALS, "SIGHUP"), announce=announce)
     with interrupts:
@@ -67,15 +60,9 @@ def _supervise(options: Options) -> int:
             process_tree.adopt_orphans()
             target = _target(options)
             deletes_runs = options.delete_wandb_runs and target.restarts_from_scratch
-            supervisor = Supervisor(
-                target,
-                options.policy,
-                interrupts,
-                wake_fd=wake_fd,
-                wandb_cleanup=WandbCleanup(os.environ) if deletes_runs else None,
-            )
+            cleanup = WandbCleanup(os.environ) if deletes_runs else None
             try:
-                return supervisor.run()
+                return Supervisor(target, options.policy, interrupts, cleanup).run()
             except KeyboardInterrupt:  # the second Ctrl-C
                 logger.warning("aborted")
                 return ABORTED_EXIT_CODE
@@ -85,13 +72,8 @@ def _target(options: Options) -> Target:
     script, command = options.train_script, options.command
     if not (command or options.external_script_options() or script != DEFAULT_SCRIPT or script.exists()):
         command = (sys.executable, "-m", "ci_llm", "train")  # in another folder than the project's
-    words: list[str] | None = [] if is_own_script(script) else None
-    sweeps = False
-    if command:
-        words = own_words(command)
-        if words is None and (words := own_words(command, "sweep")) is not None:
-            sweeps = True
-    if words is None:
+    own = own_call(command or (str(script),))
+    if own is None:
         from ci_llm.supervisor.external_script import ExternalScript
 
         return ExternalScript(options)
@@ -114,7 +96,8 @@ def _target(options: Options) -> Target:
     extra = [*(["--config", str(options.config)] if options.config else []), *options.words]
     if not options.command and (number := processes_to_start(launch)) > 1:
         extra.append(f"--distributed={number}")  # what Accelerate was asked for, the trainer starts
-    target = SweepRun if sweeps else OwnRun
+    verb, words = own
+    target = SweepRun if verb == "sweep" else OwnRun
     return target([*command, *extra], without_options([*words, *extra]), grace_s=options.grace_s)
 
 
@@ -126,17 +109,13 @@ def is_own_script(script: Path) -> bool:
         return False
 
 
-def own_words(command: Sequence[str], verb: str = "train") -> list[str] | None:
-    """The words that a command gives to this project's trainer, whatever its launcher; None for another program.
-
-    Args:
-        verb: the command of `ci-llm` that is looked for.
-    """
+def own_call(command: Sequence[str]) -> tuple[str, list[str]] | None:
+    """(train or sweep, the words that it gets) if a command starts it, whatever its launcher; None for others."""
     for place, word in enumerate(command):
         rest = list(command[place + 1 :])
-        if verb == "train" and word.endswith(".py") and is_own_script(Path(word)):
-            return rest
+        if word.endswith(".py") and is_own_script(Path(word)):
+            return "train", rest
         is_ci_llm = Path(word).name == "ci-llm" or list(command[place - 1 : place + 1]) == ["-m", "ci_llm"]
-        if is_ci_llm and rest[:1] == [verb]:
-            return rest[1:]
+        if is_ci_llm and rest[:1] in (["train"], ["sweep"]):
+            return rest[0], rest[1:]
     return None

@@ -6,7 +6,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from ci_llm._version import __version__
@@ -24,16 +24,10 @@ if TYPE_CHECKING:
     from ci_llm.config import Config, Reading
     from ci_llm.config.sweep import SweepReading
     from ci_llm.sweep.sweep import Sweep
-    from ci_llm.sweep.trials import Trial
 
 
 def start(
-    what: str,
-    config: Config,
-    interrupts: Interrupts,
-    words: Sequence[str],
-    *,
-    lines: Sequence[str] = (),
+    what: str, config: Config, interrupts: Interrupts, words: Sequence[str], *, lines: Sequence[str] = ()
 ) -> Launch:
     """Handle the signals of the configuration, read the launcher, and print the first line on the main process.
 
@@ -244,6 +238,7 @@ def _next_commands(found: Sweep, arguments: Sequence[str]) -> list[str]:
         arguments: the words of the command line that began the sweep.
     """
     from ci_llm.config import as_typed
+    from ci_llm.config.yaml_file import dump_value
 
     best = found.best
     if best is None or best.failed:
@@ -256,7 +251,8 @@ def _next_commands(found: Sweep, arguments: Sequence[str]) -> list[str]:
     lines.append(f"longer     {_train_command(arguments, best.settings, ['num_agents=1', *own, *start])}")
     able = [trial for trial in found.standings.leaderboard if not trial.failed][:_CROWD]
     if len(able) > 1:
-        words = [f"agents={_agents_of(able)}", f"max_train_steps={steps}", f"experiment_name=crowd_of_{len(able)}"]
+        agents = dump_value([dict(trial.settings) for trial in able])
+        words = [f"agents={agents}", f"max_train_steps={steps}", f"experiment_name=crowd_of_{len(able)}"]
         lines.append(f"crowd      {_train_command(arguments, best.settings, words)}")
     return lines
 
@@ -270,19 +266,6 @@ def _train_command(arguments: Sequence[str], swept: Iterable[str], words: Sequen
     dropped = {*SweepKeys.model_fields, *given, *swept, "num_agents"}
     kept = [word for word in arguments_without(arguments, dropped) if word not in ("--dry-run", "--debug")]
     return shlex.join(["ci-llm", "train", *kept, *words])
-
-
-def _agents_of(trials: Iterable[Trial]) -> str:
-    """The value of `agents:` for a crowd with the settings of these trials."""
-    from ci_llm.config import as_typed
-
-    def in_yaml(value: object) -> str:
-        return f"[{', '.join(value)}]" if isinstance(value, tuple) else as_typed(value)
-
-    def mapping(settings: Mapping[str, object]) -> str:
-        return "{" + ", ".join(f"{key}: {in_yaml(value)}" for key, value in settings.items()) + "}"
-
-    return f"[{', '.join(mapping(trial.settings) for trial in trials)}]"
 
 
 def _sweep_usage(*, in_full: bool) -> str:

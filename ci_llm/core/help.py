@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import textwrap
-from collections.abc import Collection, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final, NoReturn
+
+from ci_llm.errors import ConfigError
 
 ALL: Final = "all"
 REST: Final = "--help all: every option, more examples, exit codes"
@@ -18,6 +21,23 @@ def asked_help(words: Sequence[str]) -> str:
         if word in ("-h", "--help"):
             return ALL if words[place + 1 : place + 2] == [ALL] else "short"
     return ""
+
+
+def at_least(least: float, kind: type[int | float] = int, *, most: float = math.inf) -> Callable[[str], int | float]:
+    """The type of an option that takes a finite number of at least `least`, and at most `most`."""
+
+    def number(text: str) -> int | float:
+        found = kind(text)
+        if not (math.isfinite(found) and least <= found <= most):
+            told = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+            raise argparse.ArgumentTypeError(f"must be {told}")
+        return found
+
+    return number
+
+
+#: The type of an option that takes a probability.
+probability: Final = at_least(0, float, most=1)
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -41,6 +61,9 @@ class HelpfulParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.shorten_for(args or ())
         return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, where="command line", hint=f"{self.prog} --help all")
 
     def print_help(self, file: Any = None) -> None:
         print(self.format_help(), end="", file=file)  # argparse's own hides that the output fails

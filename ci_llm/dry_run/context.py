@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from typing import Final
 import psutil
 from transformers import PreTrainedConfig
 
-from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
 from ci_llm.data.agent_rows import EvaluationRows, Lengths
@@ -20,7 +18,6 @@ from ci_llm.data.rows import Rows
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.interrupts import Interrupts
-from ci_llm.logs.run_log import RunLog
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.start.cost_model import Trace
 from ci_llm.run.trainer import Trainer
@@ -28,23 +25,6 @@ from ci_llm.run.trainer import Trainer
 TOY_STEPS = 2
 TOY_ROWS_ON_CPU = 16  # on a CPU the real number would fit, but take long
 TOY_EVAL_ROWS = 4
-
-
-@dataclass
-class Measured:
-    """The measurements of the toy run; None before it.
-
-    Attributes:
-        tokens_per_s: tokens of training per second, all processes together.
-        checkpoint_bytes: the size of one checkpoint.
-        row_evaluated_s: seconds per row of an evaluation.
-        token_generated_s: seconds per token of the answers that are written at once, in the evaluation at the end.
-    """
-
-    tokens_per_s: float | None = None
-    checkpoint_bytes: int | None = None
-    row_evaluated_s: float = 0.0
-    token_generated_s: float = 0.0
 
 
 #: Tokens of a row where neither rows nor configuration say how many there are.
@@ -56,6 +36,12 @@ class CheckContext:
     """The values that checks leave to later checks.
 
     An attribute without a default exists once the check that sets it has passed; checks that read it need that check.
+
+    Attributes:
+        tokens_per_s: tokens of training per second, all processes together; measured, as those that follow.
+        checkpoint_bytes: the size of one checkpoint.
+        row_evaluated_s: seconds per row of an evaluation.
+        token_generated_s: seconds per token of the answers that are written at once, in the evaluation at the end.
     """
 
     config: Config
@@ -72,7 +58,10 @@ class CheckContext:
     trace: Trace | None = None  # estimate, where the family can be traced
     trainer: Trainer = field(init=False)  # model
     attempt: Attempt = field(init=False)  # model
-    measured: Measured = field(default_factory=Measured)
+    tokens_per_s: float | None = None  # two steps
+    checkpoint_bytes: int | None = None  # checkpoint
+    row_evaluated_s: float = 0.0  # conclusion, as the next
+    token_generated_s: float = 0.0
     at_end: ExitStack = field(default_factory=ExitStack)
     program_bytes: int = field(default_factory=lambda: int(psutil.Process().memory_info().rss))
 
@@ -141,17 +130,3 @@ class CheckContext:
             "push_to_hub": False,
         }
         return self.config.model_copy(update=toy)
-
-    def open_run_folder(self, config: Config) -> tuple[CheckpointManager, RunLog]:
-        """Checkpoints and logs of the toy run; both are closed at the end."""
-        log = RunLog(config.run_folder, is_main_process=self.processes.is_main_process, terminal=io.StringIO())
-        manager = CheckpointManager(
-            config.run_folder,
-            save_interval_steps=None,
-            checkpoint_backend=config.checkpoint_backend,
-            processes=self.processes,
-            interrupts=self.interrupts,
-        )
-        self.at_end.callback(log.close)
-        self.at_end.callback(manager.close)
-        return manager, log

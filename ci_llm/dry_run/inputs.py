@@ -1,18 +1,27 @@
-"""Checks of the input of a run and of its needs: base, data, chat template, memory for a batch, disk, time.
+"""Checks before the toy run: environment, base, data and chat template; then memory for a batch, disk and time.
 
 Disk and time follow from measurements of the toy run if there are any; else they are estimated.
 """
 
 from __future__ import annotations
 
+import os
+import platform
 import shutil
 import sys
+import tempfile
+import time
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.base.load import load_architecture, opened_by, positions_of, require_positions
 from ci_llm.config.own_keys import AUTO
+from ci_llm.core.determinism import processor
+from ci_llm.core.durable import remove_tree, write_bytes
 from ci_llm.core.memory import free_memory
 from ci_llm.core.quantities import duration, short, size
 from ci_llm.data.agent_rows import SAMPLED, EvaluationRows, once_each
@@ -20,12 +29,119 @@ from ci_llm.data.encoder import use_chat_template
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
+from ci_llm.distributed.ballot import Ballot
+from ci_llm.distributed.precision import check_precision, chosen, runs_on_cpu, speed_of_bf16
+from ci_llm.distributed.processes import Processes, check_process_group
 from ci_llm.dry_run.context import TOY_EVAL_ROWS, TOY_STEPS, CheckContext
-from ci_llm.dry_run.environment import scratch_parent
-from ci_llm.errors import ConfigError, ModelError, first_line
+from ci_llm.errors import ConfigError, LaunchError, ModelError, first_line
+from ci_llm.logs.trackers import require_installed
 from ci_llm.lora.heads import how_tokenized
+from ci_llm.mirror.objects import open_objects, require_writable
 from ci_llm.run.start import cost_model
 from ci_llm.run.start.loading import completion_length, eval_samples_of, learns_preferred, objective_by_rows, steps_of
+from ci_llm.run.trainer import check_folder
+
+PROBE_BYTES = 8 << 20
+LIBRARIES = ("torch", "transformers", "accelerate", "peft", "datasets")
+
+
+def environment(context: CheckContext) -> str:
+    """Libraries, device and trackers are there."""
+    require_installed(context.config.report_to)
+    device = f"{processor()}, no GPU" if runs_on_cpu() else torch.cuda.get_device_name()
+    libraries = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
+    return f"Python {platform.python_version()}, {libraries}; {device}, {torch.get_num_threads()} CPU thread(s)"
+
+
+def disk(context: CheckContext) -> str:
+    """The folder of the run can be written, and a file on its disk can be synced and renamed."""
+    folder = context.config.run_folder
+    check_folder(folder)
+    if not context.launch.is_main_process:
+        return ""
+    place = scratch_parent(folder)
+    try:
+        context.scratch = Path(tempfile.mkdtemp(prefix=".ci_llm_check_", dir=place))
+        context.at_end.callback(_remove_scratch, context.scratch)
+        start = time.perf_counter()
+        write_bytes(context.scratch / "probe", os.urandom(PROBE_BYTES))
+        speed = PROBE_BYTES / (time.perf_counter() - start)
+    except OSError as error:
+        raise ConfigError(
+            f"a file cannot be made durable here: {error.strerror}",
+            where=str(place),
+            hint="give an output_dir on a disk that works and has space",
+        ) from error
+    return f"{folder} can be written, {size(speed)}/s to the device, {size(shutil.disk_usage(place).free)} free"
+
+
+def mirror(context: CheckContext) -> str:
+    """The store of the mirror writes, reads, conditionally replaces and removes an object."""
+    if (url := context.config.mirror) is None:
+        return "none is configured"
+    if context.launch.is_main_process:
+        require_writable(open_objects(url))
+    return f"{url} can be written"
+
+
+def scratch_parent(folder: Path) -> Path:
+    """The folder for the scratch folder: beside that of the run if possible, on the same disk."""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if nearest != folder.absolute():
+        return nearest
+    same_disk = nearest.parent.stat().st_dev == nearest.stat().st_dev
+    return nearest.parent if same_disk and os.access(nearest.parent, os.W_OK) else nearest
+
+
+def _remove_scratch(folder: Path) -> None:
+    try:
+        remove_tree(folder)
+    except OSError as error:
+        print(f"a folder of the dry run stays: {error}", file=sys.stderr)
+
+
+def precision(context: CheckContext) -> str:
+    """The device supports the precision of the configuration."""
+    speed = speed_of_bf16()
+    choice = chosen(context.config, speed)
+    config = context.config.model_copy(update=choice)
+    check_precision(config)
+    base = config.model_dtype or ("fp32" if runs_on_cpu() else "the checkpoint's own")
+    mixed = config.mixed_precision
+    stored = f", its linear layers in {context.config.quantization}" if context.config.quantization else ""
+    why = f" (auto: {speed.why})" if choice else ""
+    return f"base in {base}{stored}" + ("" if mixed == "no" else f", forward pass in {mixed}") + why
+
+
+def port(context: CheckContext) -> str:
+    """The processes of this launch connect; a single process connects to itself for a moment."""
+    met = check_process_group() if context.launch.num_processes == 1 else None
+    context.processes = Processes(context.config, launch=context.launch, interrupts=context.interrupts)
+    context.config, _ = context.processes.settle_precision(context.config)
+    context.at_end.callback(context.processes.shutdown)
+    if met:
+        return met
+    address = context.launch.variables
+    return f"{context.processes.num_processes} processes met at {address['MASTER_ADDR']}:{address['MASTER_PORT']}"
+
+
+def accelerate(context: CheckContext) -> str:
+    """Processes vote, reduce, broadcast and see one folder; autocast has the precision of the configuration."""
+    processes = context.processes
+    numbers = list(range(processes.num_processes))
+    verdict = processes.agree(Ballot(num_targets=1, sums=[float(processes.process_index)]))
+    total = processes.reduce_flat_(torch.ones(3, device=processes.device)).tolist()
+    if (verdict.num_targets, verdict.sums) != (len(numbers), (float(sum(numbers)),)) or total != [len(numbers)] * 3:
+        raise LaunchError(f"processes do not add up: {verdict}, {total}", where=str(processes.device))
+    context.scratch = processes.broadcast_object(context.scratch if processes.is_main_process else Path())
+    processes.require_same_folder(context.scratch)
+    with processes.autocast():
+        dtype = (torch.ones(2, 2, device=processes.device) @ torch.ones(2, 2, device=processes.device)).dtype
+    precision = str(dtype).removeprefix("torch.")
+    return f"{processes.num_processes} process(es) on {processes.device.type}, {precision}, one sum"
+
+
+# The input and the needs
 
 #: The memory that CUDA, its libraries and torch take on a GPU for themselves, roughly.
 CUDA_CONTEXT_BYTES = 10**9
@@ -57,9 +173,13 @@ def template(context: CheckContext) -> str:
     """Rows become tokens, and the learned part of them is found under the chat template in force."""
     tokenizer = _tokenizer(context)
     use_chat_template(tokenizer, context.config.chat_template)
-    wanted = max(SAMPLED, TOY_STEPS * context.toy_batch * context.processes.num_processes)
+    number = context.processes.num_processes
+    wanted = max(SAMPLED, TOY_STEPS * context.toy_batch * number)
     longest = (positions_of(context.shape) or sys.maxsize) if context.config.is_open("max_seq_length") else None
-    _tokenize_samples(context, tokenizer, wanted, TOY_EVAL_ROWS * context.processes.num_processes, longest)
+    sampled = partial(_sampled, context, tokenizer, longest or context.config.max_seq_length)
+    context.examples = once_each(context.rows, partial(sampled, wanted))
+    evaluated = once_each(context.eval_rows, partial(sampled, TOY_EVAL_ROWS * number, evaluated=True))
+    context.eval_examples = EvaluationRows.of(evaluated)
     if longest is not None:
         seen = max(examples.facts.longest for examples in context.examples)
         context.config = context.config.model_copy(update={"max_seq_length": seen})
@@ -93,32 +213,28 @@ def _tokenizer(context: CheckContext) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _tokenize_samples(
+def _sampled(
     context: CheckContext,
     tokenizer: PreTrainedTokenizerBase,
-    number: int,
-    number_evaluated: int,
-    max_seq_length: int | None,
-) -> None:
-    """Tokenise some rows of every agent, evenly spread, into the scratch folder."""
-
-    def tokens(rows: Rows, most: int, *, evaluated: bool) -> TokenizedRows:
-        taken = min(most, len(rows))
-        return tokenize(
-            rows.select([at * len(rows) // taken for at in range(taken)]),
-            tokenizer,
-            max_seq_length=max_seq_length or context.config.max_seq_length,
-            train_on_prompt=context.config.train_on_prompt,
-            learn_preferred=learns_preferred(context.config, rows),
-            **how_tokenized(context.config, context.shape, tokenizer),
-            evaluated=evaluated,
-            cache_folder=context.scratch / "tokens",
-            main_process_first=context.processes.main_process_first(),
-        )
-
-    context.examples = once_each(context.rows, partial(tokens, most=number, evaluated=False))
-    evaluated = once_each(context.eval_rows, partial(tokens, most=number_evaluated, evaluated=True))
-    context.eval_examples = EvaluationRows.of(evaluated)
+    max_seq_length: int,
+    most: int,
+    rows: Rows,
+    *,
+    evaluated: bool = False,
+) -> TokenizedRows:
+    """Some of the rows, evenly spread, tokenised into the scratch folder."""
+    taken = min(most, len(rows))
+    return tokenize(
+        rows.select([at * len(rows) // taken for at in range(taken)]),
+        tokenizer,
+        max_seq_length=max_seq_length,
+        train_on_prompt=context.config.train_on_prompt,
+        learn_preferred=learns_preferred(context.config, rows),
+        **how_tokenized(context.config, context.shape, tokenizer),
+        evaluated=evaluated,
+        cache_folder=context.scratch / "tokens",
+        main_process_first=context.processes.main_process_first(),
+    )
 
 
 def estimate(context: CheckContext) -> str:
@@ -211,12 +327,13 @@ def _too_large(context: CheckContext, what: str, free: float) -> ConfigError:
 
 def space(context: CheckContext) -> str:
     """The checkpoints that are kept, one more that is being written, and the final one, fit on the disk."""
-    one = context.measured.checkpoint_bytes
+    one = context.checkpoint_bytes
     if one is None and context.trace is not None:  # weights and two moments
         one = 3 * context.trace.agents_bytes // cost_model.agent_copies(context.config, context.processes.device)
     if one is None:
         return "not estimated: this architecture cannot be traced"
-    kept = context.config.save_total_limit or _number_of_saves(context)
+    every, steps = context.config.save_steps, _total_steps(context)
+    kept = context.config.save_total_limit or (-(-steps // every) if every and steps else 1)
     best = context.config.keeps_best
     needed = one * (kept + 2 + best)
     free = shutil.disk_usage(scratch_parent(context.config.run_folder)).free
@@ -229,11 +346,6 @@ def space(context: CheckContext) -> str:
             hint="save_total_limit=1, or an output_dir on a larger disk",
         )
     return f"{what} of {size(free)} free"
-
-
-def _number_of_saves(context: CheckContext) -> int:
-    every, steps = context.config.save_steps, _total_steps(context)
-    return -(-steps // every) if every and steps else 1
 
 
 def _total_steps(context: CheckContext) -> int | None:
@@ -263,9 +375,9 @@ def _seconds_per_step(context: CheckContext) -> tuple[float | None, str]:
     found = context.trace
     per_step = context.rows_per_step
     of_each = [min(per_step, number) for number in context.num_rows] if context.rows else [per_step]
-    if context.measured.tokens_per_s:  # those of each agent count, if each has its own
+    if context.tokens_per_s:  # those of each agent count, if each has its own
         of_pass = context.lengths.mean * context.lengths.branches
-        return sum(of_each) * of_pass / context.measured.tokens_per_s, "measured"
+        return sum(of_each) * of_pass / context.tokens_per_s, "measured"
     tokens = max(of_each) * context.lengths.mean
     if found is None:
         return None, "this architecture cannot be traced"
@@ -276,12 +388,12 @@ def _seconds_per_step(context: CheckContext) -> tuple[float | None, str]:
 
 def _evaluation_seconds(context: CheckContext, steps: int) -> float:
     """The most seconds of all evaluations; answers may end early."""
-    config, measured = context.config, context.measured
+    config = context.config
     if not context.rows:
         return 0.0
     times = 1 + ((steps - 1) // config.eval_steps if config.eval_steps else 0)
     rows = context.num_eval_rows
     rounds = -(-min(config.generation_eval_samples, rows) // (config.batch_size * context.processes.num_processes))
     longest = context.lengths.learned_of(context.longest_tokens)
-    answering = rounds * config.answer_tokens(longest) * measured.token_generated_s
-    return times * rows * measured.row_evaluated_s + answering
+    answering = rounds * config.answer_tokens(longest) * context.token_generated_s
+    return times * rows * context.row_evaluated_s + answering

@@ -19,7 +19,7 @@ from rich.text import Text
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
 from ci_llm.core.quantities import duration
-from ci_llm.dry_run import environment, inputs, toy_run
+from ci_llm.dry_run import inputs, toy_run
 from ci_llm.dry_run.context import CheckContext
 from ci_llm.errors import CiLlmError, first_line
 from ci_llm.interrupts import Interrupts
@@ -63,23 +63,19 @@ def run_checks(
     passed: set[str] = set()
     for check in checks:
         lacking = [name for name in check.needs if name not in passed]
-        reason = stopped() or (f"needs {', '.join(lacking)}" if lacking else None)
-        result = CheckResult(check.name, "skipped", [reason]) if reason else _run_check(check, context, debug)
-        if result.verdict == "passed":
+        if reason := stopped() or (f"needs {', '.join(lacking)}" if lacking else None):
+            yield CheckResult(check.name, "skipped", [reason])
+            continue
+        start = time.monotonic()
+        verdict: Verdict = "passed"
+        try:
+            lines = check.run(context).splitlines() or [""]
             passed.add(check.name)
-        yield result
-
-
-def _run_check(check: Check, context: CheckContext, debug: bool) -> CheckResult:
-    start = time.monotonic()
-    verdict: Verdict = "passed"
-    try:
-        lines = check.run(context).splitlines() or [""]
-    except Exception as error:  # noqa: BLE001  the dry run names every failure and continues
-        if debug:
-            traceback.print_exc()
-        lines, verdict = _error_lines(error), "failed"
-    return CheckResult(check.name, verdict, lines, time.monotonic() - start)
+        except Exception as error:  # noqa: BLE001  the dry run names every failure and continues
+            if debug:
+                traceback.print_exc()
+            lines, verdict = _error_lines(error), "failed"
+        yield CheckResult(check.name, verdict, lines, time.monotonic() - start)
 
 
 def _error_lines(error: Exception) -> list[str]:
@@ -92,12 +88,12 @@ MARKS: Final = {"passed": ("ok", "green"), "failed": ("FAILED", "bold red"), "sk
 
 
 CHECKS: Final = (
-    Check("environment", (), environment.environment),
-    Check("precision", (), environment.precision),
-    Check("port", ("precision",), environment.port),  # first, as later checks may fail on one process alone
-    Check("disk", (), environment.disk),
-    Check("mirror", (), environment.mirror),
-    Check("accelerate", ("disk", "port"), environment.accelerate),
+    Check("environment", (), inputs.environment),
+    Check("precision", (), inputs.precision),
+    Check("port", ("precision",), inputs.port),  # first, as later checks may fail on one process alone
+    Check("disk", (), inputs.disk),
+    Check("mirror", (), inputs.mirror),
+    Check("accelerate", ("disk", "port"), inputs.accelerate),
     Check("architecture", (), inputs.architecture),
     Check("data", (), inputs.data),
     Check("template", ("accelerate", "architecture", "data"), inputs.template),

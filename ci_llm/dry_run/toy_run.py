@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from ci_llm.checkpoints.manifest import FileRecord
+from ci_llm.checkpoints.state_files import State, take_snapshot
 from ci_llm.core.determinism import generator_for
 from ci_llm.core.quantities import count, duration, short, size
 from ci_llm.core.run_folder import number, read_records
@@ -26,6 +28,7 @@ from ci_llm.data.units import Unit
 from ci_llm.dry_run.context import TOY_STEPS, CheckContext
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
 from ci_llm.interrupts import Interrupts, send
+from ci_llm.logs.run_log import RunLog
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.evaluation import conclude
 from ci_llm.run.loop import Batches, steps, train
@@ -48,7 +51,16 @@ def model(context: CheckContext) -> str:
     use_chat_template(base.tokenizer, context.config.chat_template)
     parameters = base.num_parameters  # counted before there are agents
     config = context.toy_config()
-    manager, log = context.open_run_folder(config)
+    log = RunLog(config.run_folder, is_main_process=context.processes.is_main_process, terminal=io.StringIO())
+    context.at_end.callback(log.close)
+    manager = CheckpointManager(
+        config.run_folder,
+        save_interval_steps=None,
+        checkpoint_backend=config.checkpoint_backend,
+        processes=context.processes,
+        interrupts=context.interrupts,
+    )
+    context.at_end.callback(manager.close)
     crowd = build_crowd(config, base, context.processes)
     crowd.prompter = Prompter(base.tokenizer, form_of(context.rows[0]))
     attempt = context.attempt = Attempt(config, context.launch, manager, context.interrupts, log)
@@ -90,7 +102,7 @@ def two_steps(context: CheckContext) -> str:
             where="two optimizer steps",
             hint="lower learning_rate, or take mixed_precision=bf16 or no instead of fp16",
         )
-    context.measured.tokens_per_s = speed
+    context.tokens_per_s = speed
     return f"loss {losses[0]:.3f}, then {losses[-1]:.3f}; {speed:,.0f} tokens/s"
 
 
@@ -116,17 +128,17 @@ def checkpoint(context: CheckContext) -> str:
         raise CheckpointError(
             result.note, where=str(trainer.config.run_folder), hint="give an output_dir on another disk"
         )
-    wanted = _bits(contents_of(trainer, context.attempt)[0])
+    wanted = _records(contents_of(trainer, context.attempt)[0])
     trainer.crowd.storage.weights.fill_(math.nan)
     for moments in trainer.checkpoint.optimizer.state.values():
         for tensor in moments.values():
             tensor.zero_()
     source = _saved(context)
     trainer.state = Resume(trainer.checkpoint, source).restore()
-    _compare(wanted, _bits(contents_of(trainer, context.attempt)[0]), str(source.folder))
+    _compare(wanted, _records(contents_of(trainer, context.attempt)[0]), str(source.folder))
     if result is None:  # on every process but the one that writes
         return ""
-    context.measured.checkpoint_bytes = result.nbytes
+    context.checkpoint_bytes = result.nbytes
     return f"{size(result.nbytes)} written in {duration(result.seconds)}, read back bit for bit"
 
 
@@ -140,20 +152,16 @@ def _saved(context: CheckContext) -> Checkpoint:
     return source
 
 
-def _bits(state: Any, name: str = "") -> dict[str, bytes]:
-    """Every value as bytes, by its path; without the global generators, which every draw changes."""
-    if isinstance(state, Mapping):
-        parts = (_bits(value, f"{name}/{key}") for key, value in state.items() if (name, key) != ("", "rng"))
-        return {path: raw for part in parts for path, raw in part.items()}
-    if isinstance(state, Tensor):
-        return {name: state.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()}
-    return {name: state if isinstance(state, bytes) else repr(state).encode()}
+def _records(state: State) -> dict[str, FileRecord]:
+    """Size and digest of every file of a state; without the global generators, which every draw changes."""
+    files = take_snapshot({key: value for key, value in state.items() if key != "rng"}).files
+    return {name: image.record() for name, image in files.items()}
 
 
-def _compare(wanted: Mapping[str, bytes], found: Mapping[str, bytes], where: str) -> None:
+def _compare(wanted: Mapping[str, FileRecord], found: Mapping[str, FileRecord], where: str) -> None:
     changed = sorted(name for name in {**wanted, **found} if wanted.get(name) != found.get(name))
     if changed:
-        what = f"{len(changed)} of {len(wanted)} parts come back changed, the first is {changed[0]}"
+        what = f"{len(changed)} of {len(wanted)} files come back changed, the first is {changed[0]}"
         raise CheckpointError(what, where=where, hint="do not train on this disk: it changes what is written")
 
 
@@ -170,7 +178,7 @@ def interruption(context: CheckContext) -> str:
     if stop != TERMINATED or trainer.state.step != TOY_STEPS + 1:
         raise CiLlmError(f"a SIGTERM in step {TOY_STEPS + 1} stopped the run at step {trainer.state.step}: {stop}")
     source = _saved(context)
-    _compare(_bits(contents_of(trainer, context.attempt)[0]), _bits(source.state), str(source.folder))
+    _compare(_records(contents_of(trainer, attempt)[0]), _records(source.state), str(source.folder))
     return f"SIGTERM in step {trainer.state.step}: finished, saved and read back {duration(took)} later"
 
 
@@ -194,10 +202,8 @@ def diversity(context: CheckContext) -> str:
     kept = trainer.crowd.storage.weights.clone()
     generator = generator_for(trainer.config.seed, "dry run")
     noise = torch.randn(kept.shape, generator=generator).to(kept) * NOISE
-    try:
-        alike, _ = _diversity_of(
-            trainer, torch.zeros_like(noise), batch
-        )  # agents of any shape are then the base itself
+    try:  # with weights of zero, agents of any shape are the base itself
+        alike, _ = _diversity_of(trainer, torch.zeros_like(noise), batch)
         apart, gradient = _diversity_of(trainer, noise, batch)
     finally:
         trainer.crowd.storage.weights.copy_(kept)
@@ -291,7 +297,7 @@ def conclusion(context: CheckContext) -> str:
         load_checkpoint(trainer.config.run_folder / "final_checkpoint")
     rows = len(trainer.evaluator.rows)
     questions = min(rows, trainer.config.generation_eval_samples)
-    context.measured.row_evaluated_s = (middle - start) / rows
-    context.measured.token_generated_s = max(0.0, end - middle - (middle - start)) / GENERATED_TOKENS
+    context.row_evaluated_s = (middle - start) / rows
+    context.token_generated_s = max(0.0, end - middle - (middle - start)) / GENERATED_TOKENS
     done = f"{count(rows, 'row')} scored, {count(questions, 'answer')} generated"
     return f"{done}, nll of the crowd {scores.mean_nll[-1]:.3f}"

@@ -283,7 +283,10 @@ class RunFacts:
         self.attempts = read_attempts(self.folder, self.status, metrics.lines)
         self.config, self.size = _newest_config(self.folder)
         self.predictions = tuple(_read_predictions(self.folder / run_folder.PREDICTIONS))
-        self.asked = run_folder.parsed(self.folder / _ASKED, _read_asked, f"{_ASKED} cannot be read")
+        asked = self.folder / _ASKED
+        self.asked: run_folder.Record = (
+            run_folder.parsed(asked, read_object, f"{_ASKED} cannot be read") if asked.exists() else {}
+        )
         try:
             self.because = run_folder.read_recovery(self.folder).because
         except CheckpointError as error:
@@ -341,7 +344,7 @@ def _folder_of_run(path: Path | str) -> Path:
     """The folder of the run that `path` means: itself, or the folder around a checkpoint.
 
     Raises:
-        BadInput: there is no run.
+        BadInput: it is a mirror, or a sweep without a run.
     """
     if "://" in str(path):
         raise BadInput("this needs the run's folder on a disk", where=str(path), hint="copy the folder of the run here")
@@ -349,12 +352,10 @@ def _folder_of_run(path: Path | str) -> Path:
     for place in (folder, folder.absolute().parent):
         if folder.is_dir() and (place / "status.json").is_file():
             return place
-    what = run_folder.NOT_A_RUN if folder.is_dir() else "there is no such folder"
     if (folder / run_folder.SWEEP).is_file():  # of a program's own loop, which writes no status
-        raise BadInput(
-            what, where=str(path), hint=f"ci-llm compare {shlex.quote(str(path))} shows the trials of this sweep"
-        )
-    raise BadInput(what, where=str(path), hint="give the output_dir of a run")
+        hint = f"ci-llm compare {shlex.quote(str(path))} shows the trials of this sweep"
+        raise BadInput(run_folder.NOT_A_RUN, where=str(path), hint=hint)
+    return folder  # `read_status` says what it is
 
 
 def read_metrics(folder: Path) -> Metrics:
@@ -381,10 +382,6 @@ def _newest_config(folder: Path) -> tuple[Config | None, dict[str, int]]:
             place: Any = manifest.info["surroundings"]
             return config, {"processes": place["processes"], "rows per step": state["rows_per_step"]}
     return None, {}
-
-
-def _read_asked(path: Path) -> Mapping[str, Any]:
-    return read_object(path) if path.exists() else {}
 
 
 def _read_predictions(path: Path) -> Iterator[Mapping[str, Any]]:

@@ -5,6 +5,7 @@ It is there as values, and in words for `ci-llm status` and `ci-llm watch`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import statistics
@@ -18,7 +19,7 @@ from ci_llm.core.evaluation_file import read_evaluation
 from ci_llm.core.measures import measures_of
 from ci_llm.core.quantities import count, countdown, describe_losses, duration, short
 from ci_llm.core.run_folder import PushRecord, Record, last_push, last_records, number, read_began
-from ci_llm.core.run_status import Status, read_status
+from ci_llm.core.run_status import read_status
 from ci_llm.errors import BadInput
 from ci_llm.report.scores import as_line
 
@@ -60,9 +61,8 @@ class Evaluated:
         return cls(line["step"], measure, *values(measure), *values("nll"), is_final)
 
 
-@dataclass(frozen=True)
 class Reading:
-    """One look at a run. An unknown value is None, empty or NaN.
+    """The run as it is now. An unknown value is None, empty or NaN.
 
     Attributes:
         now: unix seconds of the look.
@@ -71,18 +71,39 @@ class Reading:
         scores: the last evaluation.
         slurm_job: the id of the SLURM job in which the present attempt runs.
         is_supervised: True if a supervisor has started the run, and may start it again.
+
+    Raises:
+        BadInput: there is no run in the folder, or its status.json was not written by this program.
     """
 
-    folder: Path
-    status: Status
-    now: float
-    training: Record
-    tokens_per_s: float
-    steps_per_s: float
-    left_s: float | None
-    scores: Evaluated | None
-    slurm_job: str | None
-    is_supervised: bool
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.now = folder, time.time()
+        self.status = status = read_status(folder, now=self.now)
+        records, place = last_records(folder, _TAIL_BYTES), read_began(folder, status.attempt)
+        trained = [record for record in records if "epoch" in record]
+        own = [record for record in trained if record.get("attempt", 1) == status.attempt]
+        self.training: Record = trained[-1] if trained else {}
+        if own and self.is_running and own[-1]["step"] > status.step:  # younger than the last heartbeat
+            agent_steps = self.training.get("agent_steps", status.agent_steps)
+            self.status = status = replace(status, step=own[-1]["step"], agent_steps=agent_steps)
+        self.tokens_per_s = number(self.training.get("tokens_per_s")) if own else math.nan
+        self.steps_per_s = _steps_per_s(own[-_SPEED_LINES:])
+        left_s = math.nan if status.total_steps is None else (status.total_steps - status.step) / self.steps_per_s
+        self.left_s = left_s if self.is_running and left_s > 0 else None
+        self.scores = self._last_scores(records)
+        self.slurm_job = str(place["slurm_job"]) if "slurm_job" in place else None
+        self.is_supervised = bool(place.get("supervised"))
+
+    def _last_scores(self, records: Sequence[Record]) -> Evaluated | None:
+        """The scores of the last evaluation; of a completed run those of the final one, if its file can be read."""
+        run = self.status
+        if run.status != "completed":
+            evaluated = [record for record in records if "eval/crowd/nll" in record]
+            return Evaluated.of(evaluated[-1], run.objective, run.judged_by, is_final=False) if evaluated else None
+        with contextlib.suppress(BadInput):
+            if (found := read_evaluation(self.folder)) is not None:
+                return Evaluated.of(as_line(found), run.objective, found.judged_by, is_final=True)
+        return None
 
     @property
     def loss(self) -> float:
@@ -131,42 +152,6 @@ class Reading:
         }
 
 
-def look_at(folder: Path) -> Reading:
-    """The run as it is now.
-
-    Raises:
-        BadInput: there is no run in the folder, or its status.json was not written by this program.
-    """
-    now = time.time()
-    status = read_status(folder, now=now)
-    records, place = last_records(folder, _TAIL_BYTES), read_began(folder, status.attempt)
-    trained = [record for record in records if "epoch" in record]
-    evaluated = [record for record in records if "eval/crowd/nll" in record]
-    training = trained[-1] if trained else {}
-    own = [record for record in trained if record.get("attempt", 1) == status.attempt]
-    if own and status.status == "running" and own[-1]["step"] > status.step:  # younger than the last heartbeat
-        status = replace(status, step=own[-1]["step"], agent_steps=training.get("agent_steps", status.agent_steps))
-    steps_per_s = _steps_per_s(own[-_SPEED_LINES:])
-    left_s = math.nan if status.total_steps is None else (status.total_steps - status.step) / steps_per_s
-    scores = None
-    if status.status == "completed":
-        scores = _result(folder, status)
-    elif evaluated:
-        scores = Evaluated.of(evaluated[-1], status.objective, status.judged_by, is_final=False)
-    return Reading(
-        folder=folder,
-        status=status,
-        now=now,
-        training=training,
-        tokens_per_s=number(training.get("tokens_per_s")) if own else math.nan,
-        steps_per_s=steps_per_s,
-        left_s=left_s if status.status == "running" and left_s > 0 else None,
-        scores=scores,
-        slurm_job=str(place["slurm_job"]) if "slurm_job" in place else None,
-        is_supervised=bool(place.get("supervised")),
-    )
-
-
 def _steps_per_s(lines: Sequence[Record]) -> float:
     """The speed over some lines of an attempt, by the clock; by the only line, if there is no second one."""
     if not lines:
@@ -182,17 +167,6 @@ def _of_agents(record: Record, group: str, measure: str) -> list[float]:
     pattern = re.compile(rf"{group}/agent(\d+)/{measure}")
     found = {int(match[1]): number(value) for key, value in record.items() if (match := pattern.fullmatch(key))}
     return [found[k] for k in sorted(found)]
-
-
-def _result(folder: Path, status: Status) -> Evaluated | None:
-    """The scores of the final evaluation; None if its file is missing or damaged."""
-    try:
-        found = read_evaluation(folder)
-    except BadInput:
-        return None
-    if found is None:
-        return None
-    return Evaluated.of(as_line(found), status.objective, found.judged_by, is_final=True)
 
 
 def _known(value: Any) -> Any:

@@ -31,8 +31,7 @@ from ci_llm.crowd.uncertainty import uncalibrated
 from ci_llm.errors import BadInput, ModelError
 from ci_llm.serve import LOCAL, Options
 from ci_llm.serve.answers import Answer
-from ci_llm.serve.engine import Engine, Job, jobs_of
-from ci_llm.serve.metrics import TEXT, Metrics
+from ci_llm.serve.engine import TEXT, Engine, Job, Metrics, jobs_of
 from ci_llm.serve.request import (
     AnyBody,
     ApiProblem,

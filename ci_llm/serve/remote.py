@@ -26,8 +26,7 @@ from ci_llm.crowd.pretrained import open_wording
 from ci_llm.errors import BadInput, CiLlmError
 from ci_llm.serve import Options
 from ci_llm.serve.app import Service
-from ci_llm.serve.engine import Ended, Job, Piece, about
-from ci_llm.serve.metrics import Metrics
+from ci_llm.serve.engine import Ended, Job, Metrics, Piece, about
 from ci_llm.serve.request import BASE, ApiProblem, Served
 
 #: The votes that are offered, the default first. The last needs the agents' texts only.

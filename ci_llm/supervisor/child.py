@@ -134,17 +134,10 @@ class Child:
     Args:
         evidence: collects what the output says.
         grace_s: seconds between the signal to stop and the kill.
-        wake_fd: a file that becomes readable when there may be a new order.
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        evidence: Evidence,
-        grace_s: float,
-        wake_fd: int,
+        self, command: Sequence[str], environment: Mapping[str, str], *, evidence: Evidence, grace_s: float
     ) -> None:
         self._note = threading.Lock()
         self._channels = [Channel(1, self._noting(evidence))]
@@ -154,24 +147,22 @@ class Child:
             is_one = os.path.sameopenfile(1, 2)
         if not is_one:
             self._channels.append(Channel(2, self._noting(evidence)))
-        self._wake_fd = wake_fd
         self._result = AttemptResult(evidence)
         self._started = time.monotonic()
         self._memory = _MemoryWatch()
         control_end, self._control = os.pipe()
         self._report, report_end = os.pipe()
+        ends = control_end, report_end
         self._reported = b""
         self._shim = start_shim(
             command,
             _environment(environment, unbuffered=not self._channels[0].is_terminal),
-            grace_s=grace_s,
-            control_fd=control_end,
-            report_fd=report_end,
-            stdout_fd=self._channels[0].child_end,
-            stderr_fd=self._channels[-1].child_end,
+            grace_s,
+            ends,
+            (self._channels[0].child_end, self._channels[-1].child_end),
         )
         # Only the shim may hold these: otherwise neither side would see the end of the other.
-        for end in (control_end, report_end):
+        for end in ends:
             os.close(end)
         for channel in self._channels:
             channel.start()
@@ -200,12 +191,10 @@ class Child:
 
     def _shim_is_gone(self) -> bool:
         """Wait for news, for a moment; the end of the report pipe is the end of the shim."""
-        ready, _, _ = select.select([self._report, self._wake_fd], [], [], _TURN_S)
+        ready, _, _ = select.select([self._report], [], [], _TURN_S)
         for channel in self._channels:
             channel.copy_window_size()
-        if self._wake_fd in ready:  # a signal: `next_order` knows what it means
-            os.read(self._wake_fd, 1024)
-        if self._report not in ready:
+        if not ready:
             return False
         data = os.read(self._report, 4096)
         self._reported += data

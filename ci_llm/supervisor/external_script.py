@@ -15,10 +15,9 @@ from ci_llm.cluster.slurm import read_job, requeue
 from ci_llm.errors import ConfigError
 from ci_llm.interrupts import SAVE_SIGNALS, signal_number
 from ci_llm.supervisor.child import AttemptResult, StopOrder
-from ci_llm.supervisor.classify import classify_by_output
 from ci_llm.supervisor.options import Options
 from ci_llm.supervisor.output_scan import Evidence
-from ci_llm.supervisor.policy import Decision, Outcome
+from ci_llm.supervisor.policy import Decision, Outcome, classify_by_output
 from ci_llm.supervisor.script_settings import BATCH_SIZE_KEYS, LEARNING_RATE_KEYS, ScriptCommand, integer, number, shown
 
 _NEWEST: Final = "{checkpoint}"
@@ -97,7 +96,7 @@ GRACE_S: Final = 10.0
 
 
 class ExternalScript:
-    """A target that is some other training script. See `Target` for its methods.
+    """A target that is some other training script. See `OwnRun` for the attributes.
 
     Raises:
         ConfigError: the script or its configuration cannot be found, or a named key is in neither.

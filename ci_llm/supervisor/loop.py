@@ -1,6 +1,6 @@
 """The supervisor's loop: launch an attempt of a target, watch it, classify its end, decide, adjust, and log all of it.
 
-A `Target` is what the loop needs of the training that it runs: this project's own run or sweep, or an external script.
+A target is the training that the loop runs: this project's own run or sweep, or an external script.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import contextlib
 import logging
 import os
 import select
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from ci_llm.core.quantities import duration
 from ci_llm.interrupts import Interrupts
@@ -24,64 +24,16 @@ from ci_llm.supervisor.policy import Decision, Outcome, Policy, decide
 from ci_llm.supervisor.script_settings import shown
 from ci_llm.supervisor.wandb_cleanup import WandbCleanup
 
+if TYPE_CHECKING:
+    from ci_llm.supervisor.external_script import ExternalScript
+    from ci_llm.supervisor.own_run import OwnRun
+
 logger = logging.getLogger(__name__)
 
 
-class Target(Protocol):
-    """A training that can be launched again and again, each time with other settings.
-
-    Methods that return lines return them for people: the supervisor logs them.
-
-    Attributes:
-        grace_s: seconds from the signal to stop until the kill.
-        restarts_from_scratch: a later attempt uses nothing that a failed one left, W&B runs included.
-        stop_signal: the signal that stops the attempt, when the supervisor was told to stop; None for the one it got.
-    """
-
-    grace_s: float
-    restarts_from_scratch: bool
-    stop_signal: str | None
-
-    @property
-    def rerun_effect(self) -> str:
-        """The effect of the same call after an interruption; the end of a sentence."""
-
-    def prepare(self) -> list[str]:
-        """Return what is supervised, in lines."""
-
-    def begin_attempt(self) -> tuple[list[str], Mapping[str, str]]:
-        """Return the command and the environment of the next attempt. Called once, right before its launch."""
-
-    def stop_order(self, evidence: Evidence) -> StopOrder | None:
-        """Return how and why the running attempt is to be ended; None if it continues. Called several times a second.
-
-        Args:
-            evidence: the output of the attempt so far.
-        """
-
-    def request_save(self) -> str:
-        """Pass on a request for a checkpoint; return what came of it, in a line."""
-
-    def classify(self, result: AttemptResult) -> Outcome:
-        """Return what the end of an attempt means."""
-
-    def adjust(self, decision: Decision, retry: int) -> list[str]:
-        """Give the next attempt the settings of `decision`; return what changes, in lines.
-
-        Args:
-            retry: the number of the next retry, from 1 on.
-        """
-
-    def requeue(self, stop_reason: str | None) -> str | None:
-        """Ask the scheduler to run this supervision again, as the last act; return what came of it, in a line.
-
-        Args:
-            stop_reason: the signal that the supervisor got; None if the training stopped by itself.
-        """
-
-    def close(self) -> list[str]:
-        """Remove everything temporary; return the last lines of the log."""
-
+#: A training that can be launched again and again, each time with other settings. Methods that return lines return them
+#: for people: the supervisor logs them.
+Target: TypeAlias = "OwnRun | ExternalScript"
 
 LOG_NAME: Final = "safe_train.log"
 #: `extra` of a logging call while a progress bar may stand on the current line of the terminal.
@@ -150,21 +102,14 @@ class Supervisor:
 
     Args:
         interrupts: installed; a request to stop is passed on to the running attempt.
-        wake_fd: a file that becomes readable when a signal has arrived.
         wandb_cleanup: deletes the W&B runs of failed attempts; None to keep them.
     """
 
     def __init__(
-        self,
-        target: Target,
-        policy: Policy,
-        interrupts: Interrupts,
-        *,
-        wake_fd: int,
-        wandb_cleanup: WandbCleanup | None,
+        self, target: Target, policy: Policy, interrupts: Interrupts, wandb_cleanup: WandbCleanup | None = None
     ) -> None:
         self._target, self._policy = target, policy
-        self._interrupts, self._wake_fd, self._wandb_cleanup = interrupts, wake_fd, wandb_cleanup
+        self._interrupts, self._wandb_cleanup = interrupts, wandb_cleanup
         self._outcomes: list[Outcome] = []
         self._changes: dict[int, list[str]] = {}  # after the attempt of this number, in words
         interrupts.describe_stop = lambda: _BETWEEN
@@ -215,8 +160,7 @@ class Supervisor:
         command, environment = self._target.begin_attempt()
         logger.info("attempt %d of %d: %s", number, self._policy.max_retries + 1, shown(command))
         evidence = Evidence()
-        grace_s = self._target.grace_s
-        with Child(command, environment, evidence=evidence, grace_s=grace_s, wake_fd=self._wake_fd) as child:
+        with Child(command, environment, evidence=evidence, grace_s=self._target.grace_s) as child:
             self._interrupts.describe_stop = lambda: f"ending attempt {number}"
             result = child.run(lambda: self._stop_order(evidence))
             self._interrupts.describe_stop = lambda: _BETWEEN

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
-from ci_llm.core.help import HelpfulParser
+from ci_llm.core.help import HelpfulParser, at_least
 from ci_llm.errors import ConfigError
-from ci_llm.supervisor.policy import Policy
+
+if TYPE_CHECKING:
+    from ci_llm.supervisor.policy import Policy
 
 DEFAULT_SCRIPT: Final = Path("train.py")
 _OF_EXTERNAL_SCRIPTS: Final = (
@@ -73,6 +75,8 @@ def parse_options(arguments: Sequence[str]) -> Options:
         raise ConfigError(
             "two configurations", where="command line", hint="either --config FILE, or --config-path and --config-name"
         )
+    from ci_llm.supervisor.policy import Policy  # here, so that --help answers at once
+
     policy = Policy(known.max_retries, known.min_lr, known.min_batch_size)
     given = {one.name: getattr(known, one.name) for one in fields(Options) if hasattr(known, one.name)}
     return Options(policy=policy, words=tuple(words), command=tuple(command), **given)
@@ -95,15 +99,10 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:place], arguments[place + 1 :]
 
 
-class _Parser(HelpfulParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, where="command line", hint="python safe_train.py --help all")
-
-
 def _parser() -> argparse.ArgumentParser:
     does, _, examples = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").strip().partition("\n\n")
-    parser = _Parser(
-        prog="safe_train.py",
+    parser = HelpfulParser(
+        prog="python safe_train.py",
         usage="python safe_train.py [options] [key=value ...] [-- command ...]",
         description=does,
         epilog=examples,
@@ -124,27 +123,16 @@ def _parser() -> argparse.ArgumentParser:
     does = "its checkpoints: WORDS are added whenever there is one, {checkpoint} in them is the newest"
     add("--goes-on-from", metavar="GLOB", help=does)
     add = parser.add_argument_group("limits").add_argument
-    add("--max-retries", type=_number(int, 0), default=10, metavar="N", help="attempts after the first; default 10")
-    add("--min-lr", type=_number(float, 1e-12), default=1e-6, metavar="X", help="the smallest rate; default 1e-6")
-    add("--min-batch-size", type=_number(int, 1), default=1, metavar="N", help="the smallest batch; default 1")
+    add("--max-retries", type=at_least(0), default=10, metavar="N", help="attempts after the first; default 10")
+    add("--min-lr", type=at_least(1e-12, float), default=1e-6, metavar="X", help="the smallest rate; default 1e-6")
+    add("--min-batch-size", type=at_least(1), default=1, metavar="N", help="the smallest batch; default 1")
     does = "seconds from TERM to KILL; default 120 for this project's trainer, 10 for other scripts"
-    add("--grace", dest="grace_s", type=_number(float, 0), metavar="S", help=does)
+    add("--grace", dest="grace_s", type=at_least(0, float), metavar="S", help=does)
     add("--stop-signal", metavar="NAME", help="the signal that stops an external script; default the one that came")
     does = "keep the W&B runs of failed attempts"
     add("--no-delete-wandb-runs", dest="delete_wandb_runs", action="store_false", help=does)
     add("--debug", action="store_true", help="show the traceback of an error")
     return parser
-
-
-def _number(kind: type, least: float) -> Any:
-    def read(text: str) -> Any:
-        value = kind(text)
-        if not least <= value < float("inf"):
-            raise ValueError
-        return value
-
-    read.__name__ = f"{kind.__name__} of at least {least:g}"
-    return read
 
 
 def _refuse_near_misses(words: Sequence[str], parser: argparse.ArgumentParser) -> None:

@@ -19,9 +19,8 @@ from ci_llm.errors import BadInput
 from ci_llm.interrupts import SAVE_SIGNALS, send
 from ci_llm.supervisor import process_tree
 from ci_llm.supervisor.child import AttemptResult, StopOrder
-from ci_llm.supervisor.classify import classify_by_status
 from ci_llm.supervisor.output_scan import Evidence
-from ci_llm.supervisor.policy import Decision, Outcome
+from ci_llm.supervisor.policy import Decision, Outcome, classify_by_status
 
 GRACE_S: Final = 120.0
 HANG_AFTER_S: Final = 2 * VANISHED_AFTER_S
@@ -33,12 +32,18 @@ _LAUNCHER_RESERVE_S: Final = 5.0
 
 
 class OwnRun:
-    """A target that is a run of this project, under any launcher on this machine. See `Target` for its methods.
+    """A target that is a run of this project, under any launcher on this machine.
 
     Args:
         command: what launches the trainer.
         words: the `key=value` words in the command.
         grace_s: seconds from TERM to KILL; None for the time that a last checkpoint may take.
+
+    Attributes:
+        grace_s: seconds from the signal to stop until the kill.
+        restarts_from_scratch: a later attempt uses nothing that a failed one left, W&B runs included.
+        stop_signal: the signal that stops the attempt, when the supervisor was told to stop; None for the one it got.
+        rerun_effect: the effect of the same call after an interruption; the end of a sentence.
 
     Raises:
         ConfigError: the configuration is wrong, and nothing is launched.
@@ -71,7 +76,9 @@ class OwnRun:
         return [f"run: {self._folder}"]
 
     def begin_attempt(self) -> tuple[list[str], Mapping[str, str]]:
-        """The same command every time. Its environment tells trainer and torchrun how long a last checkpoint may take.
+        """The command and the environment of the next attempt. Called once, right before its launch.
+
+        The command is the same every time. The environment tells how long a last checkpoint may take.
 
         PET_SIGNALS_TO_HANDLE makes torchrun pass these signals on to its workers.
         """
@@ -87,9 +94,9 @@ class OwnRun:
         }
 
     def stop_order(self, evidence: Evidence) -> StopOrder | None:
-        """Kill a run without a sign of life, be it output or heartbeat.
+        """How and why the running attempt is to be ended: by KILL, without a sign of life, be it output or heartbeat.
 
-        By KILL, because the thread of the heartbeat is stuck as well, and with it the reaction to a TERM. Its age is
+        KILL, because the thread of the heartbeat is stuck as well, and with it the reaction to a TERM. Its age is
         measured by the clock of this process: the time in the file may come from another machine, or from before a
         correction of the clock.
         """
@@ -140,7 +147,11 @@ class OwnRun:
         )
 
     def adjust(self, decision: Decision, retry: int) -> list[str]:
-        """Write the new settings into recovery.json. The configuration stays, and so does the effective batch."""
+        """Write the new settings into recovery.json. The configuration stays, and so does the effective batch.
+
+        Args:
+            retry: the number of the next retry, from 1 on.
+        """
         lines, new = [], self._recovery
         if decision.learning_rate is not None:
             factor = decision.learning_rate / self._highest_rate
@@ -166,7 +177,11 @@ class OwnRun:
         return lines
 
     def requeue(self, stop_reason: str | None) -> str | None:
-        """Ask SLURM to run this job again, as the configuration allows."""
+        """Ask SLURM to run this job again, as the configuration allows; the last act.
+
+        Args:
+            stop_reason: the signal that the supervisor got; None if the training stopped by itself.
+        """
         status = self._status()
         return requeue(
             self._config.requeue,

@@ -36,20 +36,22 @@ _BOOT: Final = "import sys; sys.path[:] = {path!r}; from ci_llm.supervisor.{modu
 def start_shim(
     command: Sequence[str],
     environment: Mapping[str, str],
-    *,
     grace_s: float,
-    control_fd: int,
-    report_fd: int,
-    stdout_fd: int,
-    stderr_fd: int,
+    pipes: tuple[int, int],
+    outputs: tuple[int, int],
 ) -> subprocess.Popen[bytes]:
-    """Start the shim of `command`, in a session of its own, so that signals of the terminal do not reach it."""
+    """Start the shim of `command`, in a session of its own, so that signals of the terminal do not reach it.
+
+    Args:
+        pipes: its ends of the control pipe and of the report pipe.
+        outputs: the files that become its stdout and stderr.
+    """
     return subprocess.Popen(
-        [*_program("shim"), str(control_fd), str(report_fd), str(grace_s), *command],
+        [*_program("shim"), *map(str, pipes), str(grace_s), *command],
         env=dict(environment),
-        stdout=stdout_fd,
-        stderr=stderr_fd,
-        pass_fds=(control_fd, report_fd),
+        stdout=outputs[0],
+        stderr=outputs[1],
+        pass_fds=pipes,
         start_new_session=True,
     )
 

@@ -18,7 +18,7 @@ import pytest
 
 from ci_llm import Crowd, Prompter
 from ci_llm.cli import main
-from ci_llm.cli.chat import Conversation
+from ci_llm.cli.generate import Conversation
 from ci_llm.crowd.uncertainty import Calibration, Logistic
 from ci_llm.data.encoder import use_chat_template
 from ci_llm.embedded import rows

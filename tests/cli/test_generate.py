@@ -127,7 +127,7 @@ def test_a_bad_call_is_one_message(run: Path, tmp_path: Path, capsys: pytest.Cap
     assert "it is not UTF-8 text" in refused(capsys, run, "--file", tmp_path / "image")
     (tmp_path / "blank").write_text("\n \n")
     assert "there is no prompt" in refused(capsys, run, "--file", tmp_path / "blank")
-    assert "--top-p: must be a probability" in refused(capsys, run, "hello", "--top-p", "2")
+    assert "--top-p: must be from 0 to 1" in refused(capsys, run, "hello", "--top-p", "2")
     assert "--aggregator: invalid choice" in refused(capsys, run, "hello", "--aggregator", "median")
     assert "a stop string is empty" in refused(capsys, run, "hello", "--stop", "")
     assert "--batch-size: must be at least 1" in refused(capsys, run, "hello", "--batch-size", "0")

@@ -14,7 +14,7 @@ WRONG = {
     "--max-num-seqs 0": "--max-num-seqs: must be at least 1",
     "--max-queue -1": "--max-queue: must be at least 0",
     "--max-model-len 1": "--max-model-len: must be at least 2",
-    "--minimum-confidence 2": "--minimum-confidence: must be a probability",
+    "--minimum-confidence 2": "--minimum-confidence: must be from 0 to 1",
     "--agents_per_prompt 2": "leave it out: all agents answer",
     "--served-model-name base": "--served-model-name is the name of the base",
     "--engine gpu:8000": "--engine is an address such as http://host:8000",

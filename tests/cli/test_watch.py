@@ -13,7 +13,7 @@ from ci_llm.cli.main import main
 from ci_llm.cli.runs import look_again
 from ci_llm.core.run_folder import record_attempt
 from ci_llm.interrupts import ABORTED_EXIT_CODE
-from ci_llm.report.status import look_at
+from ci_llm.report.status import Reading
 from tests.report.folders import FRESH, leave_run, leave_status, metrics
 from tests.supervisor.terminal import Terminal
 
@@ -66,15 +66,15 @@ def test_watch_without_a_terminal_is_status(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize("place", [{"supervised": True}, {"slurm_job": "7"}])
 def test_a_run_that_may_be_launched_again_is_waited_for(place: dict[str, object], tmp_path: Path) -> None:
     leave_status(tmp_path, "running", 3)
-    assert not look_at(tmp_path).is_over
+    assert not Reading(tmp_path).is_over
     leave_status(tmp_path, "interrupted", 3, heartbeat=time.time())
-    assert look_at(tmp_path).is_over
+    assert Reading(tmp_path).is_over
     record_attempt(tmp_path, 1, 0, place)
-    assert not look_at(tmp_path).is_over
+    assert not Reading(tmp_path).is_over
     leave_status(tmp_path, "interrupted", 3, heartbeat=time.time() - 500)
-    assert look_at(tmp_path).is_over
+    assert Reading(tmp_path).is_over
     leave_status(tmp_path, "completed", 3, heartbeat=time.time())
-    assert look_at(tmp_path).is_over
+    assert Reading(tmp_path).is_over
 
 
 def test_a_status_that_cannot_be_read_says_why_and_ends_nothing(tmp_path: Path) -> None:

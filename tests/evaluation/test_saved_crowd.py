@@ -360,7 +360,7 @@ def test_an_evaluation_that_does_not_fit_continues_in_smaller_batches(
     [
         (["--max-samples", "0"], "--max-samples: must be at least 1"),
         (["--metric", "bleu"], "--metric: invalid choice: 'bleu'"),
-        (["--abstain-below", "2"], "--abstain-below: must be a probability"),
+        (["--abstain-below", "2"], "--abstain-below: must be from 0 to 1"),
         (["--agents-per-prompt", "2"], "leave it out: all agents answer"),
         (["more"], "'more' is neither a key nor a value"),
         (["learning_rate=1"], "learning_rate cannot be changed for an evaluation"),
@@ -395,7 +395,10 @@ def test_rows_without_answers_are_refused_by_their_column(
     assert not (tmp_path / "p.jsonl").exists()
 
 
-def test_a_split_that_is_not_there_is_refused(saved: Path, questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_split_that_is_not_there_is_refused_before_a_base_is_loaded(
+    saved: Path, questions: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "open_pretrained", None)
     said = refusal(capsys, saved, "--data", questions, "--split", "tset")
     assert "has no split 'tset'" in said
     assert "--split" in said

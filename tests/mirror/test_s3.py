@@ -11,7 +11,7 @@ import pytest
 from ci_llm.cli.main import main
 from ci_llm.cluster.launch import read_launch
 from ci_llm.config import load_config
-from ci_llm.dry_run import environment
+from ci_llm.dry_run import inputs
 from ci_llm.dry_run.context import CheckContext
 from ci_llm.errors import MirrorUnreachable
 from ci_llm.interrupts import Interrupts
@@ -68,9 +68,9 @@ def test_a_bucket_that_does_not_exist_is_refused_before_the_run_begins(
     assert "404" in told
     assert not (tmp_path / "run/status.json").exists()
     with pytest.raises(MirrorUnreachable, match="404"):
-        environment.mirror(context := check_context(words))
+        inputs.mirror(context := check_context(words))
     context.config = context.config.model_copy(update={"mirror": f"s3://{BUCKET}/x"})
-    assert environment.mirror(context) == f"s3://{BUCKET}/x can be written"
+    assert inputs.mirror(context) == f"s3://{BUCKET}/x can be written"
     assert not list(open_objects(f"s3://{BUCKET}/x").list(""))
 
 

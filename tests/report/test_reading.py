@@ -13,7 +13,7 @@ import pytest
 from ci_llm.core.run_folder import last_records
 from ci_llm.errors import BadInput
 from ci_llm.report import status
-from ci_llm.report.status import lines, look_at, progress, scores, speed, time_left
+from ci_llm.report.status import Reading, lines, progress, scores, speed, time_left
 from tests.report.folders import NOW, leave_run, leave_status, metrics
 
 
@@ -29,7 +29,7 @@ def log(folder: Path, *records: Mapping[str, Any]) -> None:
 
 
 def test_a_run_that_trains(tmp_path: Path) -> None:
-    found = look_at(running(tmp_path / "run"))
+    found = Reading(running(tmp_path / "run"))
     assert (found.losses, found.loss) == ([0.1, 0.2], 0.1)
     assert (found.training["step"], found.tokens_per_s, found.steps_per_s) == (20, 100.0, 1.0)
     assert found.left_s == 40.0
@@ -41,12 +41,12 @@ def test_the_step_of_a_run_that_trains_is_that_of_its_losses(tmp_path: Path) -> 
     """`step 0 ... 0 of 400 steps, 41.8 steps/s` stood there until the next heartbeat."""
     folder = running(tmp_path / "run")
     leave_status(folder, "running", 0, total_steps=60)
-    found = look_at(folder)
+    found = Reading(folder)
     assert (found.status.step, found.training["step"], found.left_s) == (20, 20, 40.0)
     leave_status(folder, "running", 0, attempt=2, total_steps=60)
-    assert look_at(folder).status.step == 0, "the lines of an earlier attempt may be taken again"
+    assert Reading(folder).status.step == 0, "the lines of an earlier attempt may be taken again"
     leave_status(folder, "interrupted", 12, total_steps=60)
-    assert look_at(folder).status.step == 12, "what is saved"
+    assert Reading(folder).status.step == 12, "what is saved"
 
 
 def test_the_speed_is_of_the_present_attempt(tmp_path: Path) -> None:
@@ -56,10 +56,10 @@ def test_the_speed_is_of_the_present_attempt(tmp_path: Path) -> None:
     ]
     log(folder, *later[20:21])
     leave_status(folder, "running", 21, attempt=2, total_steps=30)
-    assert look_at(folder).steps_per_s == 1.0  # its only line says how long its steps took
+    assert Reading(folder).steps_per_s == 1.0  # its only line says how long its steps took
     log(folder, *later[21:])
     leave_status(folder, "running", 24, attempt=2, total_steps=30)
-    found = look_at(folder)
+    found = Reading(folder)
     assert (found.steps_per_s, found.left_s) == (0.25, 24.0)
     assert speed(found).startswith("4 s/step")
 
@@ -68,8 +68,8 @@ def test_the_last_evaluation_and_then_the_result(tmp_path: Path) -> None:
     folder = running(tmp_path / "run")
     exact = {f"eval/{who}/exact_match": value for who, value in (("agent0", 0.2), ("agent1", 0.4), ("crowd", 0.5))}
     log(folder, {"step": 20, "eval/crowd/nll": 0.25, **exact})
-    assert scores(look_at(folder)) == "evaluation after step 20: crowd nll 0.25, exact match 0.500 (agents 0.300)"
-    done = look_at(leave_run(tmp_path / "done"))
+    assert scores(Reading(folder)) == "evaluation after step 20: crowd nll 0.25, exact match 0.500 (agents 0.300)"
+    done = Reading(leave_run(tmp_path / "done"))
     assert scores(done) == "result, step 20: crowd nll 0.5, exact match 0.500 (agents 0.400)"
 
 
@@ -79,12 +79,12 @@ def test_free_text_is_shown_by_its_nll(tmp_path: Path) -> None:
     names = ("agent0", "agent1", "crowd")
     line = {f"eval/{who}/{each}": 0.25 for who in names for each in ("nll", "exact_match")}
     log(folder, {"step": 20, **line, "eval/agent1/nll": 0.75})
-    assert scores(look_at(folder)) == "evaluation after step 20: crowd nll 0.25 (agents 0.5)"
-    assert look_at(folder).record()["evaluation"]["measure"] == "nll"
+    assert scores(Reading(folder)) == "evaluation after step 20: crowd nll 0.25 (agents 0.5)"
+    assert Reading(folder).record()["evaluation"]["measure"] == "nll"
     done = leave_run(tmp_path / "done")
     record = json.loads((done / "evaluation.json").read_text())
     (done / "evaluation.json").write_text(json.dumps({**record, "judged_by": "nll"}))
-    assert scores(look_at(done)).startswith("result, step 20: crowd nll 0.5 (agents ")
+    assert scores(Reading(done)).startswith("result, step 20: crowd nll 0.5 (agents ")
 
 
 def test_other_objectives_are_shown_by_their_own_figures(tmp_path: Path) -> None:
@@ -97,23 +97,23 @@ def test_other_objectives_are_shown_by_their_own_figures(tmp_path: Path) -> None
     for folder in (pairs, heads, numbers):
         log(folder, {"step": 20, **line, **ranked})
     told = "evaluation after step 20: crowd"
-    assert scores(look_at(pairs)) == f"{told} nll 0.875, pairs ranked right 0.438 (agents 0.250)"
-    assert look_at(pairs).record()["evaluation"]["measure"] == "rewards/accuracies"
-    assert scores(look_at(heads)) == f"{told} nats per row 0.875, accuracy 0.875 (agents 0.500)"
-    assert scores(look_at(numbers)) == f"{told} squared error 0.875 (agents 0.5)"
+    assert scores(Reading(pairs)) == f"{told} nll 0.875, pairs ranked right 0.438 (agents 0.250)"
+    assert Reading(pairs).record()["evaluation"]["measure"] == "rewards/accuracies"
+    assert scores(Reading(heads)) == f"{told} nats per row 0.875, accuracy 0.875 (agents 0.500)"
+    assert scores(Reading(numbers)) == f"{told} squared error 0.875 (agents 0.5)"
     done = leave_run(
         tmp_path / "done", asked={"preferences": {"n": 40, "auroc": {"agents": [0.5, 0.75], "crowd": 0.75}}}
     )
     status = json.loads((done / "status.json").read_text())
     (done / "status.json").write_text(json.dumps(status | {"objective": "kto"}))
-    assert scores(look_at(done)) == "result, step 20: crowd nll 0.5, AUROC of the ratings 0.750 (agents 0.625)"
+    assert scores(Reading(done)) == "result, step 20: crowd nll 0.5, AUROC of the ratings 0.750 (agents 0.625)"
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"nll": {}}', '{"exact_match": {"agents": []}, "nll": {"crowd": 1}}'])
 def test_a_result_that_cannot_be_read_is_not_told(tmp_path: Path, content: str) -> None:
     folder = leave_run(tmp_path / "run")
     (folder / "evaluation.json").write_text(content)
-    assert look_at(folder).scores is None
+    assert Reading(folder).scores is None
 
 
 @pytest.mark.parametrize(
@@ -121,21 +121,21 @@ def test_a_result_that_cannot_be_read_is_not_told(tmp_path: Path, content: str) 
     [(1, "loss 0.1"), (4, "loss 0.1 (0.1 0.2 0.3 0.4)"), (16, "loss 0.1 (0.1 to 1.6, 16 agents)")],
 )
 def test_losses_are_listed_or_there_is_their_range(agents: int, told: str, tmp_path: Path) -> None:
-    assert told in lines(look_at(running(tmp_path / "run", agents=agents)))
+    assert told in lines(Reading(running(tmp_path / "run", agents=agents)))
 
 
 @pytest.mark.parametrize(("age", "told"), [(3.4, "3 s"), (119, "1 min 59 s"), (7300, "2 h 1 min")])
 def test_the_age_of_the_heartbeat(age: float, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "time", SimpleNamespace(time=lambda: NOW))
     leave_status(tmp_path, "running", 1, heartbeat=NOW - age)
-    assert f"attempt 1 on here, heartbeat {told} ago" in lines(look_at(tmp_path))
+    assert f"attempt 1 on here, heartbeat {told} ago" in lines(Reading(tmp_path))
 
 
 def test_no_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="not the folder of a run"):
-        look_at(tmp_path)
+        Reading(tmp_path)
     with pytest.raises(BadInput, match="there is no such folder"):
-        look_at(tmp_path / "nowhere")
+        Reading(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"step": 21, "ep', b'{"step": "21"}\n[]\n\xff\n'])

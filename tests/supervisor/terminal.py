@@ -26,9 +26,9 @@ SCRIPTS = Path(__file__).parent / "scripts"
 HASTY = """
 import functools, sys
 from ci_llm.cli.main import run_guarded
-from ci_llm.supervisor import child, options
+from ci_llm.supervisor import child, policy
 from ci_llm.cli import supervise
-options.Policy = functools.partial(options.Policy, first_wait_s=0.0, disk_wait_s=0.0)
+policy.Policy = functools.partial(policy.Policy, first_wait_s=0.0, disk_wait_s=0.0)
 child._SCARCE_FRACTION, child._out_of_memory_kills = 0.0, lambda: 0
 sys.exit(run_guarded(lambda: supervise.supervise(sys.argv[1:]), debug=False))
 """

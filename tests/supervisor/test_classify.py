@@ -13,8 +13,7 @@ from ci_llm.core.run_folder import Failure, earliest_failure
 from ci_llm.core.run_status import Status
 from ci_llm.supervisor import child
 from ci_llm.supervisor.child import AttemptResult, _out_of_memory_kills
-from ci_llm.supervisor.classify import classify_by_output, classify_by_status
-from ci_llm.supervisor.policy import Kind
+from ci_llm.supervisor.policy import Kind, classify_by_output, classify_by_status
 from tests.supervisor.heard import heard
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ci_llm.cli.supervise import is_own_script, own_words
+from ci_llm.cli.supervise import is_own_script, own_call
 from ci_llm.errors import ConfigError
 from ci_llm.supervisor.options import parse_options
 from tests.supervisor.terminal import DEADLINE_S, ROOT
@@ -72,19 +72,19 @@ def test_an_own_script_is_known_by_what_it_imports(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    ("command", "call"),
     [
-        (["torchrun", "--nproc-per-node", "4", "{train}", "a=1"], ["a=1"]),
-        (["accelerate", "launch", "--num_processes=4", "{train}"], []),
-        (["ci-llm", "train", "a=1"], ["a=1"]),
-        (["python", "-m", "ci_llm", "train", "a=1"], ["a=1"]),
+        (["torchrun", "--nproc-per-node", "4", "{train}", "a=1"], ("train", ["a=1"])),
+        (["accelerate", "launch", "--num_processes=4", "{train}"], ("train", [])),
+        (["ci-llm", "train", "a=1"], ("train", ["a=1"])),
+        (["python", "-m", "ci_llm", "sweep", "a=1"], ("sweep", ["a=1"])),
         (["python", "-m", "ci_llm", "status", "a=1"], None),
         (["python", "fit.py", "a=1"], None),
         (["srun", "bash", "-c", "python train.py"], None),
     ],
 )
-def test_the_own_trainer_is_found_behind_any_launcher(command: list[str], words: list[str] | None) -> None:
-    assert own_words([word.format(train=ROOT / "train.py") for word in command]) == words
+def test_the_own_trainer_is_found_behind_any_launcher(command: list[str], call: tuple[str, list[str]] | None) -> None:
+    assert own_call([word.format(train=ROOT / "train.py") for word in command]) == call
 
 
 def test_help_takes_the_standard_library_and_a_few_files_of_this_package() -> None:

@@ -52,7 +52,7 @@ def supervise_forks(words: Sequence[str], log: Path, train: Callable[[Mapping[st
             patch.setattr(loop, "Child", Forked)
             policy = Policy(first_wait_s=0.0, disk_wait_s=0.0)
             run = OwnRun(["train.py"], [*words])
-            return loop.Supervisor(run, policy, Interrupts(), wake_fd=ends[0], wandb_cleanup=None).run()
+            return loop.Supervisor(run, policy, Interrupts()).run()
     finally:
         for end in ends:
             os.close(end)

@@ -108,13 +108,14 @@ class MemoryRelief:
 
     def _exhausted(self, step: int, what: str, complaint: str | None) -> OutOfMemory:
         config = self.config
+        agents = f", num_agents={config.num_agents // 2}" if config.num_agents > 1 else ""
         tokens = f"rows of up to {config.max_seq_length} tokens x {config.num_agents} agents"
         parameters = f"base of {self.base.num_parameters:,} parameters"
         return OutOfMemory(
             f"{what} does not fit: {complaint or 'another process ran out'}",
             where=f"after step {step}, {tokens}, {parameters}; {memory_held(self.crowd.device)}",
-            hint=f"max_seq_length={max(2, config.max_seq_length // 2)}, num_agents={max(1, config.num_agents // 2)},"
-            " a smaller base, mixed_precision=bf16, or a machine with more memory",
+            hint=f"max_seq_length={max(2, config.max_seq_length // 2)}{agents}, a smaller base, mixed_precision=bf16,"
+            " or a machine with more memory",
         )
 
 
