@@ -21,7 +21,7 @@ from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Chat, Completion, Message
 from ci_llm.embedded import stories
-from tests.support.crowds import K, disturbed_crowd
+from tests.support.crowds import K
 from tools.pretraining_text import KNOWN_VERBS
 
 HOW: Any = {"max_new_tokens": 40, "aggregator": "probability"}
@@ -122,11 +122,6 @@ def test_an_interval_is_given_only_where_the_rows_define_one(difference: list[fl
     gain = paired_gain(torch.tensor(difference), torch.zeros(len(difference)))
     assert gain.value == pytest.approx(sum(difference) / len(difference))
     assert gain.interval95 == (None if interval is None else pytest.approx(interval, rel=1e-4))
-
-
-@pytest.fixture(scope="module")
-def crowd() -> Crowd:
-    return disturbed_crowd()
 
 
 @pytest.fixture(scope="module")

@@ -276,18 +276,6 @@ def step_of(crowd: Crowd, objective: Preferences, batches: Sequence[Batch]) -> t
     return task, crowd.storage.gradients.clone(), metrics
 
 
-@pytest.mark.parametrize("case", [case("orpo"), case("dpo"), case("simpo")], ids=str)
-def test_the_loss_of_a_step_does_not_depend_on_micro_batches(case: Case) -> None:
-    crowd, units = crowd_of(torch.float64), small_units()
-    share = len(units) / sum(unit.num_learned for unit in units)
-    objective = Preferences(ours(case), crowd, facts=StepFacts((share,) * K))
-    whole = step_of(crowd, objective, [pack(units, range(3))])
-    parts = step_of(crowd, objective, [pack(units[:2], range(2)), pack(units[2:], [2])])
-    for one, other in zip(whole, parts, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-    assert float(whole[0].sum()) != 0
-
-
 def test_an_agent_has_the_bits_that_it_has_alone_with_its_own_beta() -> None:
     crowd, batch = crowd_of(torch.float32), pack(small_units(), range(3))
     crowd.storage.pass_per_agent = True
