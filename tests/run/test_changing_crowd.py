@@ -11,7 +11,7 @@ import pytest
 
 from ci_llm.crowd.crowd import Crowd
 from tests.support.agent_facts import facts_of
-from tests.support.asked import complete, metrics, train_asked
+from tests.support.asked import metrics, train_asked
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
@@ -49,7 +49,7 @@ def of_training(folder: Path, name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def unchanged(trials: Trials) -> Path:
-    return complete(trials, PLAIN, **THREE)
+    return trials.complete(PLAIN, **THREE)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_the_others_train_as_if_the_stopped_agent_had_never_been_there(
         assert not differences(of_training(unchanged, name), of_training(stopped, name))
     final = stopped / "run/final_checkpoint"
     assert sorted(path.name for path in final.glob("agent*")) == ["agent0", "agent2"]
-    alone = complete(trials, PLAIN, **THREE | {"num_agents": 1})
+    alone = trials.complete(PLAIN, **THREE | {"num_agents": 1})
     assert not differences(own_facts(alone, "agent0"), own_facts(stopped, "agent0"))
 
 
@@ -96,7 +96,7 @@ def test_a_run_killed_after_a_stop_stops_the_agent_at_the_same_step_again(
     (decision,) = json.loads((folder / "run/crowd_changes.json").read_text())
     request = folder / f"run/requests/{decision['id']}.json"  # as a kill before its removal leaves it
     request.write_text('{"stop": 1}')
-    assert trials.train(PLAIN, folder, **THREE) == [0], (folder / "log").read_text()
+    trials.complete(PLAIN, folder, **THREE)
     assert "step 1 of 6, verified" in (folder / "run/training.log").read_text()
     assert not differences(account(stopped), account(folder))
     assert not request.exists()
@@ -109,7 +109,7 @@ def test_a_run_killed_after_a_stop_resumes_from_a_checkpoint_after_it(
     folder = asked(
         *(trials, server, PLAIN, (2, ["stop", "1"])), **THREE, save_steps=3, fate=fate, codes=[-signal.SIGKILL]
     )
-    assert trials.train(PLAIN, folder, **THREE) == [0], (folder / "log").read_text()
+    trials.complete(PLAIN, folder, **THREE)
     assert "step 3 of 6, verified" in (folder / "run/training.log").read_text()
     assert not differences(account(stopped), account(folder))
 
@@ -121,8 +121,7 @@ def test_two_processes_stop_at_the_same_step(trials: Trials, server: ForkServer)
     undisturbed = asked(trials, server, cell, *asks, **keys)
     fate = vars(Fate("SIGKILL", 5, 0, committed=3))
     folder = asked(trials, server, cell, *asks, **keys, save_steps=3, fate=fate, codes=[-signal.SIGKILL] * 2)
-    assert trials.train(cell, folder, **keys) == [0, 0], (folder / "log").read_text()
-    assert not differences(account(undisturbed), account(folder))
+    assert not differences(account(undisturbed), account(trials.complete(cell, folder, **keys)))
 
 
 # Agents with rows of their own
@@ -143,7 +142,7 @@ def test_a_resume_without_the_entry_of_a_stopped_agent_is_refused(trials: Trials
     assert "has other settings: num_agents was 3, is 2" in (folder / "log").read_text()
     assert trials.train(CELL, folder, **fewer, allow_inexact_resume="true") == [2]
     assert "leave the entry of an agent that was stopped where it was" in (folder / "log").read_text()
-    assert trials.train(CELL, folder, **keys) == [0], (folder / "log").read_text()
+    trials.complete(CELL, folder, **keys)
 
 
 def test_remaining_agents_keep_their_own_rows(trials: Trials, server: ForkServer) -> None:
@@ -151,10 +150,9 @@ def test_remaining_agents_keep_their_own_rows(trials: Trials, server: ForkServer
     cell, keys = Cell(accumulation=2, workers=2), own_rows(*OWN_ROWS)
     asks = (2, ["stop", "1"])
     folder = asked(trials, server, cell, asks, **keys)
-    without = complete(trials, Cell(accumulation=2), **own_rows(OWN_ROWS[0], OWN_ROWS[2]))
+    without = trials.complete(Cell(accumulation=2), **own_rows(OWN_ROWS[0], OWN_ROWS[2]))
     for name, alone in (("agent0", "agent0"), ("agent2", "agent1")):
         assert not differences(of_training(without, alone), of_training(folder, name))
     fate = vars(Fate("SIGKILL", 5, 0, committed=3))
     killed = asked(trials, server, cell, asks, **keys, save_steps=3, fate=fate, codes=[-signal.SIGKILL])
-    assert trials.train(cell, killed, **keys) == [0], (killed / "log").read_text()
-    assert not differences(account(folder), account(killed))
+    assert not differences(account(folder), account(trials.complete(cell, killed, **keys)))
