@@ -17,7 +17,7 @@ from ci_llm.crowd.next_token import Decoding
 from ci_llm.embedded import rows
 from tests.support.crowds import K
 
-QUESTIONS = [row["question"] for row in rows("test")[:4]]
+QUESTIONS = [row["question"] for row in rows("test")[:2]]
 SHORT: Any = {"max_new_tokens": 24}
 
 

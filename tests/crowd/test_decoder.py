@@ -14,7 +14,6 @@ import torch
 from ci_llm import Crowd
 from ci_llm.crowd import aggregators
 from ci_llm.crowd import decoder as decoder_module
-from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.decoder import Decoder
 from ci_llm.crowd.kv_cache import Columns, Piece, Pieces, column_attention
 from ci_llm.crowd.next_token import CROWD, Decoding, Request, choose
@@ -24,7 +23,7 @@ from ci_llm.lora.reading import NOBODY
 from tests.lora.test_adapters import K, crowd_of
 from tests.lora.test_kernels import ByOneDnn
 from tests.support.campaign import sampled, size
-from tests.support.crowds import bits_in_company, disturbed_crowd, save_crowd
+from tests.support.crowds import bits_in_company, disturbed_crowd, full_passes, save_crowd
 from tests.support.peft_twins import assert_writes_as_peft
 from tools.testbed.tiny import base, batch, example
 
@@ -72,19 +71,9 @@ def mixed(prompts: Sequence[list[int]]) -> list[Request]:
     return [Request(p, GREEDY, who, uncertainty=True) for p in prompts for who in EVERYBODY]
 
 
-@torch.no_grad()
-def reference(crowd: Crowd, who: int | None, prompt: Sequence[int], how: str = "probability") -> tuple[list[int], Any]:
-    """Full passes over the whole text, of one agent at a time: the tokens and their log-probabilities."""
-    ids, nats = list(prompt), []
-    for _ in range(GREEDY.max_new_tokens):
-        each = []
-        for k in range(K) if who is CROWD else [who]:
-            with crowd.active_agent(k) as model:
-                each.append(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1))
-        found = aggregate(torch.stack(each), how)
-        ids.append(int(found.argmax()))
-        nats.append(float(found.max()))
-    return ids[len(prompt) :], pytest.approx(nats, abs=3e-5)
+def reference(crowd: Crowd, who: int | None, prompt: Sequence[int]) -> tuple[list[int], Any]:
+    ids, nats = full_passes(crowd, range(K) if who is CROWD else [who], prompt, GREEDY.max_new_tokens)
+    return ids, pytest.approx(nats, abs=3e-5)
 
 
 @pytest.mark.slow
@@ -145,7 +134,7 @@ def test_answers_are_those_of_plain_peft_and_of_k_full_passes(tmp_path: Path) ->
     crowd = disturbed_crowd()
     folder = save_crowd(crowd, tmp_path / "saved")
     assert crowd.prompter is not None
-    prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[: size(12, 200)]]
+    prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[: size(6, 200)]]
     assert_writes_as_peft(crowd, BASE_FOLDER, folder, prompts, 24)
 
 
@@ -167,7 +156,7 @@ def test_the_bits_of_a_text_do_not_depend_on_other_texts(monkeypatch: pytest.Mon
         return states(decoder, laid)
 
     monkeypatch.setattr(Decoder, "_states", seen)
-    prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[:6]]
+    prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[:4]]
     wanted = mixed(prompts)
     for request in wanted:
         written(crowd, [request], slots=1)

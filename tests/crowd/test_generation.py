@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from ci_llm.lora.settings import LoraSettings
 from tests.data import test_encoder as templates
 from tests.lora.test_adapters import K, crowd_of
 from tests.support.campaign import drawn
+from tests.support.crowds import full_passes
 from tools.testbed.tiny import FAMILIES, base, example
 
 PROMPTS = [example(n, seed=n).input_ids.tolist() for n in (3, 11, 6)]
@@ -38,26 +40,14 @@ ONLY_FP32 = ("gemma2", "bloom", "mixtral", "gpt_oss", "phimoe")
 CONFIG = Path(__file__).parents[2] / "configs.yaml"
 
 
-@torch.no_grad()
-def next_log_probs(crowd: Crowd, agent: int, ids: list[int]) -> torch.Tensor:
-    """One full pass of one agent over one row, without cache, padding or other rows."""
-    with crowd.active_agent(agent) as model:
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
-    return logits.float().log_softmax(-1)  # type: ignore[no-any-return]
-
-
-def reference_ids(crowd: Crowd, agents: list[int], prompt: list[int], how: str) -> list[int]:
-    ids = list(prompt)
-    for _ in range(GREEDY.max_new_tokens):
-        per_agent = torch.stack([next_log_probs(crowd, k, ids) for k in agents])
-        ids.append(int(aggregate(per_agent, how).argmax()))
-    return ids[len(prompt) :]
+def reference_ids(crowd: Crowd, agents: Iterable[int], prompt: list[int]) -> list[int]:
+    return full_passes(crowd, agents, prompt, GREEDY.max_new_tokens)[0]
 
 
 def require_full_passes(crowd: Crowd, generated: list[Generated]) -> None:
     for prompt, found in zip(PROMPTS, generated, strict=True):
-        assert found.ids == reference_ids(crowd, list(range(K)), prompt, "probability")
-        assert found.agents == [reference_ids(crowd, [k], prompt, "probability") for k in range(K)]
+        assert found.ids == reference_ids(crowd, range(K), prompt)
+        assert found.agents == [reference_ids(crowd, [k], prompt) for k in range(K)]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +131,7 @@ def test_a_request_to_stop_ends_all_texts_at_the_next_token(llama: Crowd) -> Non
 @pytest.mark.slow
 def test_an_agent_with_nan_is_left_out() -> None:
     crowd = crowd_of(base("llama")).eval()
-    wanted = [reference_ids(crowd, [0, 2], prompt, "probability") for prompt in PROMPTS]
+    wanted = [reference_ids(crowd, [0, 2], prompt) for prompt in PROMPTS]
     with torch.no_grad():
         crowd.storage.weights[1] = float("nan")
     assert [found.ids for found in crowd.generate_ids(PROMPTS, GREEDY)] == wanted
@@ -283,7 +273,7 @@ def test_a_trained_crowd_answers_in_words(checkpoint: Path) -> None:
     assert answers == [crowd.generate(question, max_new_tokens=24)[0] for question in QUESTIONS]
     assert answers == crowd.generate([[{"role": "user", "content": q}] for q in QUESTIONS], max_new_tokens=24)
     assert crowd.prompter is not None
-    slow = reference_ids(crowd, [0, 1], crowd.prompter.ids(QUESTIONS[0]), "probability")
+    slow = reference_ids(crowd, [0, 1], crowd.prompter.ids(QUESTIONS[0]))
     assert crowd.prompter.text(slow).startswith(crowd.generate(QUESTIONS[0], max_new_tokens=12)[0])
     assert crowd.generate([]) == []
     free = Counter(crowd.generate(QUESTIONS[0], max_new_tokens=16, do_sample=True)[0] for _ in range(4))

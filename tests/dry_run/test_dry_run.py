@@ -127,17 +127,13 @@ def test_agents_with_data_of_their_own_pass(server: ForkServer, tmp_path: Path) 
     assert "25 steps" in found.lines["time"]
 
 
-def test_two_processes_pass_together(server: ForkServer, tmp_path: Path) -> None:
-    found = told(server, tmp_path, *SMALL, ranks=2)
+@pytest.mark.parametrize("sharding", sampled(["none", "layers"], ["layers"]))
+def test_two_processes_pass_together(sharding: str, server: ForkServer, tmp_path: Path) -> None:
+    found = told(server, tmp_path, f"base_sharding={sharding}", *SMALL, ranks=2)
     assert found.codes == [0, 0], found.text
     assert found.of("ok") == NAMES
     assert "2 processes met" in found.lines["port"]
-
-
-def test_two_processes_check_a_base_that_they_share(server: ForkServer, tmp_path: Path) -> None:
-    together = told(server, tmp_path, "base_sharding=layers", *SMALL, ranks=2)
-    assert together.codes == [0, 0], together.text
-    assert "nobody" not in together.text
+    assert "nobody" not in found.text
 
 
 def test_a_check_that_fails_on_one_process_ends_all_and_is_named(server: ForkServer, tmp_path: Path) -> None:

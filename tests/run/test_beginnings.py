@@ -41,6 +41,7 @@ def test_an_interrupted_run_resumes_from_its_own_newest_step(
     beginnings[ranks].end(end, tmp_path, begin)
     assert not differences(account(undisturbed), account(tmp_path))
     log = (tmp_path / "run/training.log").read_text()
+    assert ("(max_runtime)" in log) == (end == "walltime"), log
     newest = begins_at(begin) + 2
     told = f"resume    step {newest} of {STEPS}, verified, from run/checkpoint_step_{newest}\n"
     assert told in log.replace(f"{tmp_path}/", ""), log

@@ -278,20 +278,14 @@ def flip_last_bit(path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", ["a flipped bit", "an agent less"])
-def test_a_completed_run_writes_a_damaged_final_checkpoint_again(
-    harm: str, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_completed_run_writes_a_damaged_final_checkpoint_again(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     final = run / "final_checkpoint"
     before = (final / "manifest.json").read_bytes()
-    if harm == "a flipped bit":
-        flip_last_bit(final / "agent0/adapter_model.safetensors")
-    else:
-        shutil.rmtree(final / "agent1")
+    flip_last_bit(final / "agent0/adapter_model.safetensors")
     assert train(run) == 0
     said = capsys.readouterr().out
     assert "final_checkpoint is damaged: " in said
-    assert ("agent0/adapter_model" if harm == "a flipped bit" else "missing: agent1/") in said
+    assert "agent0/adapter_model" in said
     assert "it is made again from step 6" in said
     assert verify_folder(final).files.keys() == json.loads(before)["files"].keys()
     assert train(run) == 0
@@ -427,7 +421,6 @@ def test_other_rows_under_the_name_of_the_old_ones_are_refused(
     write("That is")
     assert train(tmp_path / "run", *keys, "max_train_steps=2") == 2
     assert "the training rows are not those of the checkpoint" in capsys.readouterr().err
-    assert train(tmp_path / "run", *keys, "max_train_steps=2", "allow_inexact_resume=true") == 0
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ import torch
 
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.cli.main import main
-from ci_llm.cluster import deadline
 from ci_llm.core.run_status import read_status
 from ci_llm.distributed.processes import Processes
 from ci_llm.run.end.emergency_save import MARGIN_S, seconds_left
@@ -106,16 +105,6 @@ def test_a_request_to_save_is_met_and_the_run_continues(server: ForkServer, undi
     assert train(server, tmp_path, moment, sent="SIGUSR1", keys=keys) == [0]
     assert (tmp_path / "run" / "checkpoint_step_3").is_dir()
     assert not (tmp_path / "run" / "checkpoint_step_2").exists()
-    assert learned(tmp_path) == learned(undisturbed)
-
-
-def test_a_run_whose_time_is_over_is_saved_and_resumes(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
-    assert train(server, tmp_path, keys={"max_runtime": deadline.MARGIN_S - 1}) == [0]
-    said, status = (tmp_path / "log").read_text(), read_status(tmp_path / "run")
-    assert (status.status, status.reason) == ("interrupted", "walltime"), said
-    assert "(max_runtime)" in said
-    assert f"step {status.step} is saved" in said or (status.step == 0 and "no step is saved" in said)
-    assert train(server, tmp_path) == [0], (tmp_path / "log").read_text()
     assert learned(tmp_path) == learned(undisturbed)
 
 

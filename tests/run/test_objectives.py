@@ -83,7 +83,7 @@ def undisturbed(trials: Trials, data: Mapping[str, dict[str, Any]]) -> dict[str,
     return Runs()
 
 
-@pytest.mark.parametrize("step", [5, 9])
+@pytest.mark.parametrize("step", sampled([5, 9], [9]))
 def test_killed_while_completions_are_drawn_and_resumed_in_any_epoch(
     trials: Trials, data: Mapping[str, dict[str, Any]], undisturbed: dict[str, Path], step: int
 ) -> None:
@@ -111,7 +111,7 @@ def test_killed_and_resumed(
     assert not differences(account(undisturbed[name]), account(folder))
 
 
-@pytest.mark.parametrize("name", sampled(KILLED, ("kto", "reward", "grpo")))
+@pytest.mark.parametrize("name", sampled(KILLED, ("reward", "grpo")))
 def test_an_agent_ends_as_it_would_alone(
     trials: Trials, data: Mapping[str, dict[str, Any]], undisturbed: dict[str, Path], name: str
 ) -> None:
@@ -142,7 +142,7 @@ SPLIT: Final[list[tuple[str, Cell, dict[str, Any]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "cell", "more"), sampled_cases(SPLIT, SPLIT[::3]), ids=str)
+@pytest.mark.parametrize(("name", "cell", "more"), sampled_cases(SPLIT, (SPLIT[0], SPLIT[-1])), ids=str)
 def test_a_step_does_not_depend_on_processes_and_micro_batches(
     trials: Trials, data: Mapping[str, dict[str, Any]], name: str, cell: Cell, more: dict[str, Any]
 ) -> None:
