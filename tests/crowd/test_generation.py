@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PegasusConfig, 
 from ci_llm import Crowd
 from ci_llm.base.load import load_base
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.cli import main
 from ci_llm.crowd import kv_cache
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.decoder import decodes
@@ -30,14 +29,13 @@ from ci_llm.lora.settings import LoraSettings
 from tests.data import test_encoder as templates
 from tests.lora.test_adapters import K, crowd_of
 from tests.support.campaign import drawn
-from tests.support.crowds import full_passes
+from tests.support.crowds import full_passes, save_crowd
 from tools.testbed.tiny import FAMILIES, base, example
 
 PROMPTS = [example(n, seed=n).input_ids.tolist() for n in (3, 11, 6)]
 GREEDY = Decoding(max_new_tokens=12)
 #: In fp64 the masks of two families make NaN of a pad's state (their softmax is fp32); two cannot run their experts.
 ONLY_FP32 = ("gemma2", "bloom", "mixtral", "gpt_oss", "phimoe")
-CONFIG = Path(__file__).parents[2] / "configs.yaml"
 
 
 def reference_ids(crowd: Crowd, agents: Iterable[int], prompt: list[int]) -> list[int]:
@@ -244,17 +242,8 @@ def test_a_chat_keeps_its_calls_of_tools_and_what_else_its_template_shows() -> N
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The final checkpoint of a real run."""
-    folder = tmp_path_factory.mktemp("generate") / "run"
-    threads = torch.get_num_threads()
-    words = ["num_agents=2", "lora_rank=2", "max_train_steps=3", "batch_size=4", "eval_samples=4", "eval_steps=100"]
-    words += ["max_train_samples=12", "learning_rate=2e-2", "report_to=none", "save_steps=100", f"output_dir={folder}"]
-    words += ["generation_eval_samples=0"]
-    assert main.main(["train", "--config", str(CONFIG), *words]) == 0
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
-    return folder / "final_checkpoint"
+def checkpoint(crowd: Crowd, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_crowd(crowd, tmp_path_factory.mktemp("generate") / "crowd")
 
 
 @pytest.fixture
@@ -266,14 +255,14 @@ QUESTIONS = [row["question"] for row in rows("test")[:3]]
 
 
 @pytest.mark.slow
-def test_a_trained_crowd_answers_in_words(checkpoint: Path) -> None:
+def test_a_saved_crowd_answers_in_words(checkpoint: Path) -> None:
     crowd = Crowd.from_pretrained(checkpoint, device="cpu")
     answers = crowd.generate(QUESTIONS, max_new_tokens=24)
     assert len(answers) == 3
     assert answers == [crowd.generate(question, max_new_tokens=24)[0] for question in QUESTIONS]
     assert answers == crowd.generate([[{"role": "user", "content": q}] for q in QUESTIONS], max_new_tokens=24)
     assert crowd.prompter is not None
-    slow = reference_ids(crowd, [0, 1], crowd.prompter.ids(QUESTIONS[0]))
+    slow = reference_ids(crowd, range(K), crowd.prompter.ids(QUESTIONS[0]))
     assert crowd.prompter.text(slow).startswith(crowd.generate(QUESTIONS[0], max_new_tokens=12)[0])
     assert crowd.generate([]) == []
     free = Counter(crowd.generate(QUESTIONS[0], max_new_tokens=16, do_sample=True)[0] for _ in range(4))
@@ -353,7 +342,7 @@ def test_another_base_is_refused_with_both_fingerprints(checkpoint: Path, tmp_pa
         Crowd.from_pretrained(checkpoint, device="cpu", base_model=str(tmp_path / "other"))
     assert recorded in str(caught.value)
     assert load_base(str(tmp_path / "other")).fingerprint in str(caught.value)
-    assert Crowd.from_pretrained(checkpoint, device="cpu", base_model=str(BASE_FOLDER)).num_agents == 2
+    assert Crowd.from_pretrained(checkpoint, device="cpu", base_model=str(BASE_FOLDER)).num_agents == K
 
 
 @pytest.mark.slow

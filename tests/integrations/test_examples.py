@@ -130,12 +130,7 @@ def rows_of_a_frame(folder: str, stop: int | None) -> int:
 
     torch.set_num_threads(1)
     os.environ["CI_LLM_CACHE"] = str(Path(folder).parent / "cache")
-    few = {
-        "max_train_steps": 4,
-        "generation_eval_samples": 0,
-        "report_to": "none",
-        "save_steps": 2,
-    }
+    few = {"max_train_steps": 4, "generation_eval_samples": 0, "report_to": "none", "save_steps": 2}
     result = rows_in_memory.train(Path(folder), callbacks=[Kill()], **few)
     return 0 if (result.status, [*result.history.index][-1]) == ("completed", 4) else 1
 

@@ -62,10 +62,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.parametrize(
     ("case", "at"),
-    sampled_cases(
-        [(case, at) for case in CASES for at in (12, 13, 14)],
-        [("workers", 14), ("two processes", 13)],
-    ),
+    sampled_cases([(case, at) for case in CASES for at in (12, 13, 14)], [("workers", 14), ("two processes", 13)]),
 )
 def test_a_run_ends_with_the_same_bits(case: str, at: int, server: ForkServer, tmp_path: Path) -> None:
     changes, processes = CASES[case]

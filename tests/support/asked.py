@@ -18,6 +18,11 @@ from tools.testbed.trials import train_watched
 IN_A_STEP = "ci_llm.run.loop.agree_on_gradients"
 
 
+def asked(*asks: tuple[int, Sequence[str]]) -> dict[str, Any]:
+    """What a trial is told to which somebody speaks: see `train_asked`."""
+    return {"trial": train_asked, "told": {"asks": asks}}
+
+
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of the run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]

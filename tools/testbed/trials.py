@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -252,15 +252,28 @@ class Trials:
         """The command line of train.py, complete."""
         return cell.arguments(**{"model_name": self._base} | keys)
 
-    def train(self, cell: Cell, folder: Path, fate: Fate | None = None, **keys: Any) -> list[int]:
-        """One attempt in `folder`; returns the exit codes of its processes."""
+    def train(
+        self,
+        cell: Cell,
+        folder: Path,
+        fate: Fate | None = None,
+        trial: Callable[..., int] | None = None,
+        told: Mapping[str, Any] | None = None,
+        **keys: Any,
+    ) -> list[int]:
+        """One attempt in `folder`; returns the exit codes of its processes.
+
+        Args:
+            trial: what runs in them instead of `train_watched`; `told` are its further arguments.
+        """
         return self._server.run(
-            train_watched,
+            trial or train_watched,
             folder / "log",
             ranks=cell.ranks,
             folder=str(folder),
             arguments=self.arguments(cell, **keys),
             fate=asdict(fate) if fate else None,
+            **told or {},
         )
 
     def complete(self, cell: Cell, folder: Path | None = None, **keys: Any) -> Path:
