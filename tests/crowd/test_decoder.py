@@ -81,18 +81,18 @@ def reference(crowd: Crowd, who: int | None, prompt: Sequence[int]) -> tuple[lis
     "family",
     sampled(
         ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi", "gpt_neox", "gpt2", "granite", "cohere"],
-        ("qwen3", "gemma2", "gpt2", "cohere"),
+        ("gemma2", "gpt2", "cohere"),
     ),
 )
 def test_crowd_agents_and_base_write_the_texts_of_full_passes(family: str) -> None:
     crowd = moved(crowd_of(base(family, torch.float32)))
     assert crowd.route == "packed"
-    requests = mixed(PROMPTS[:5])
+    requests = mixed(PROMPTS[:5:2])
     written(crowd, requests, slots=9, budget=32)
     for request in requests:
         found = request.tokens, [each.log_probability for each in request.chosen]
         assert found == reference(crowd, request.who, request.prompt)
-    assert len({tuple(request.tokens) for request in requests}) > 15, "a mix-up would not be seen"
+    assert len({tuple(request.tokens) for request in requests}) > 9, "a mix-up would not be seen"
 
 
 def test_the_trial_accepts_a_rounding_difference_and_refuses_a_wrong_column(
@@ -134,7 +134,7 @@ def test_answers_are_those_of_plain_peft_and_of_k_full_passes(tmp_path: Path) ->
     crowd = disturbed_crowd()
     folder = save_crowd(crowd, tmp_path / "saved")
     assert crowd.prompter is not None
-    prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[: size(6, 200)]]
+    prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[: size(4, 200)]]
     assert_writes_as_peft(crowd, BASE_FOLDER, folder, prompts, 24)
 
 
@@ -156,11 +156,11 @@ def test_the_bits_of_a_text_do_not_depend_on_other_texts(monkeypatch: pytest.Mon
         return states(decoder, laid)
 
     monkeypatch.setattr(Decoder, "_states", seen)
-    prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[:4]]
+    prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[:3]]
     wanted = mixed(prompts)
     for request in wanted:
         written(crowd, [request], slots=1)
-    ways: list[Any] = [{"slots": 64}, {"slots": 3}, {"slots": 16, "budget": 16}, {"slots": 7, "budget": 48}]
+    ways: list[Any] = [{"slots": 64}, {"slots": 16, "budget": 16}, {"slots": 7, "budget": 48}]
     for how in ways:
         found = mixed(prompts)
         order = list(found)
