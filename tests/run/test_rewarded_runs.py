@@ -118,6 +118,7 @@ def test_killed_in_a_reward_or_in_a_save_in_any_epoch(
     assert not differences(undisturbed, resumed(trials, started(trials, (death, saved)), saved))
 
 
+@pytest.mark.campaign
 def test_agents_with_rows_of_their_own(trials: Trials, tmp_path: Path) -> None:
     data = [write(tmp_path / name, 100 * n, 5 + 6 * n, range(4)) for n, name in enumerate(("few", "many"), 1)]
     entries = [f"{entry[:-1]}, dataset_name: {each}}}" for entry, each in zip(ENTRIES, data, strict=True)]
