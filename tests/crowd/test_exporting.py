@@ -33,6 +33,7 @@ from ci_llm.errors import ModelError
 from ci_llm.lora.settings import LoraSettings
 from tests.data.test_encoder import byte_tokenizer
 from tests.evaluation.trials import train
+from tests.support.bit_flips import flip
 from tests.support.campaign import sampled_cases
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
@@ -257,10 +258,7 @@ def test_a_damaged_checkpoint_is_one_message_and_not_a_wrong_call(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = shutil.copytree(source, tmp_path / "run")
-    file = damaged / "agent1" / "adapter_model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(damaged / "agent1" / "adapter_model.safetensors", -1)
     code, _, err = export(capsys, damaged, "--to", tmp_path / "out")
     assert code == 2
     assert "agent1/adapter_model.safetensors has another digest" in err

@@ -28,6 +28,7 @@ from ci_llm.errors import BadInput, DamagedCheckpoint, DataError, ForeignCheckpo
 from ci_llm.lora.settings import LoraSettings
 from tests.data import test_encoder as templates
 from tests.lora.test_adapters import K, crowd_of
+from tests.support.bit_flips import flip
 from tests.support.campaign import drawn
 from tests.support.crowds import full_passes, save_crowd
 from tools.testbed.tiny import FAMILIES, base, example
@@ -311,9 +312,7 @@ def test_an_edited_card_does_not_matter_and_a_damaged_adapter_does(copied: Path)
     (copied / "README.md").write_text("my own words")
     Crowd.from_pretrained(copied, device="cpu")
     damaged = copied / "agent1" / "adapter_model.safetensors"
-    data = bytearray(damaged.read_bytes())
-    data[-1] ^= 1
-    damaged.write_bytes(data)
+    flip(damaged, -1)
     with pytest.raises(DamagedCheckpoint, match=r"agent1/adapter_model.safetensors has another digest"):
         Crowd.from_pretrained(copied)
     damaged.unlink()

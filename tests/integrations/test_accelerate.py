@@ -23,8 +23,8 @@ from ci_llm.data.stateful_sampler import StatefulSampler
 from ci_llm.errors import CheckpointError, CiLlmError, ConfigError, DamagedCheckpoint, ForeignCheckpoint
 from ci_llm.integrations.accelerate import latest_state, register_hooks
 from ci_llm.lora.settings import LoraSettings
-from tests.checkpoints.test_store import flip
 from tests.support.accelerate_loops import SETTINGS, Rows, collate, hooked_loop
+from tests.support.bit_flips import flip
 from tests.support.campaign import sampled_cases
 from tests.support.log_lines import log_lines
 from tools.testbed import tiny

@@ -17,6 +17,7 @@ from ci_llm.core.run_status import read_status
 from ci_llm.errors import CheckpointError
 from ci_llm.run.evaluation import result_of
 from ci_llm.run.step.state import TrainState, Validation
+from tests.support.bit_flips import flip
 from tests.support.campaign import sampled
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
@@ -146,10 +147,7 @@ def test_two_processes_agree_on_the_best_step(trials: Trials) -> None:
 
 def test_a_best_step_that_is_damaged_cannot_be_the_result(trials: Trials) -> None:
     folder = trials.ended(CELL, Fate("SIGTERM", steps=4), **SPOILT)
-    file = folder / f"run/checkpoint_step_{BEST}/agent0/adapter_model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(folder / f"run/checkpoint_step_{BEST}/agent0/adapter_model.safetensors", -1)
     trials.complete(CELL, folder, **SPOILT)
     assert f"the best step, {BEST}, cannot be the result, so the last one is" in (folder / "log").read_text()
     record = evaluation(folder)

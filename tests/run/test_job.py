@@ -28,6 +28,7 @@ from ci_llm.embedded import BASE_FOLDER
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run import attempt, loop
 from ci_llm.run.mirroring import RunMirror
+from tests.support.bit_flips import flip
 
 pytestmark = pytest.mark.usefixtures("threads_as_they_were")
 ROOT = Path(__file__).parents[2]
@@ -38,8 +39,8 @@ SMALL = [
     "max_train_steps=6",
     "batch_size=4",
     "eval_samples=8",
-    "generation_eval_samples=4",
-    "max_new_tokens_eval=16",
+    "generation_eval_samples=2",
+    "max_new_tokens_eval=4",
     "eval_steps=4",
     "save_steps=2",
 ]
@@ -77,7 +78,7 @@ def test_a_completed_run_leaves_the_documented_files(finished: Path) -> None:
     wanted = {"train/agent0/loss", "train/agent2/grad_norm", "train/diversity", "train/learning_rate", "epoch"}
     assert wanted | {"tokens_per_s", "step_time_s"} <= set(lines[0])
     record = json.loads((finished / "evaluation.json").read_text())
-    assert record["n"] == 4
+    assert record["n"] == 2
     assert record["teacher_forced"]["n"] == 8
     assert len(record["exact_match"]["agents"]) == len(record["nll"]["agents"]) == 3
 
@@ -270,17 +271,11 @@ def test_a_completed_run_whose_results_are_damaged_is_evaluated_again(
     assert verify_folder(run / "final_checkpoint").step == 6
 
 
-def flip_last_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.slow
 def test_a_completed_run_writes_a_damaged_final_checkpoint_again(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     final = run / "final_checkpoint"
     before = (final / "manifest.json").read_bytes()
-    flip_last_bit(final / "agent0/adapter_model.safetensors")
+    flip(final / "agent0/adapter_model.safetensors", -1)
     assert train(run) == 0
     said = capsys.readouterr().out
     assert "final_checkpoint is damaged: " in said
@@ -319,7 +314,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_taken(
     finished: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("final_checkpoint", "checkpoint_step_6"):
-        flip_last_bit(run / name / "optimizer.safetensors")
+        flip(run / name / "optimizer.safetensors", -1)
     assert train(run) == 0
     said = capsys.readouterr().out
     assert "optimizer.safetensors" in said
@@ -334,7 +329,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_until_the_call_says_
     names = {"final_checkpoint", "checkpoint_step_4", "checkpoint_step_6"}
     shutil.copytree(run / "checkpoint_step_4", tmp_path / "kept" / "checkpoint_step_4")
     for name in names:
-        flip_last_bit(run / name / "optimizer.safetensors")
+        flip(run / name / "optimizer.safetensors", -1)
     for _ in range(2):  # the second call finds them in quarantine
         assert train(run) == 1
         told = capsys.readouterr().err
