@@ -66,8 +66,8 @@ def flip_a_bit_of_whatever_is_large() -> None:
 
     def faulty(handle: int, data: Any) -> int:
         changed = bytearray(data)
-        if len(changed) > 20_000:
-            changed[10_000] ^= 1
+        if len(changed) > 100_000:
+            changed[50_000] ^= 1
         return write(handle, changed)
 
     durable.DISK.write = faulty  # type: ignore[method-assign]
@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_made_fails_the_check_of_the_disk(told: Tell, tm
 
 
 def test_a_disk_that_changes_bits_fails_the_check_of_the_checkpoint(told: Tell) -> None:
-    found = told(flipping=True)
+    found = told("model_name=embedded", flipping=True)
     assert found.codes == [1]
     assert found.of("FAILED") == ["checkpoint"], found.text
     assert found.of("skipped") == ["interruption", "conclusion"]
