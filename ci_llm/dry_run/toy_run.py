@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import FileRecord
 from ci_llm.checkpoints.state_files import State, take_snapshot
 from ci_llm.core.determinism import generator_for

@@ -228,8 +228,8 @@ def load(request: Request, checkpoint: Path | None) -> Job:
 
 def _recorded(checkpoint: Path) -> Config | None:
     """The configuration that a checkpoint records; None if no run wrote it."""
-    file = read_manifest(checkpoint).files.get(_CONFIG)
-    return parse_config(read_file(checkpoint, _CONFIG, file).decode(), _CONFIG) if file else None
+    file = read_manifest(checkpoint).files.get("config.yaml")
+    return parse_config(read_file(checkpoint, "config.yaml", file).decode(), "config.yaml") if file else None
 
 
 def _has_reference(crowd: Crowd, config: Config, checkpoint: Path | None) -> bool:

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -90,8 +91,9 @@ def render(facts: RunFacts) -> str:
     )
 
 
+@cache
 def _template() -> Template:
-    """The template of the page, compiled when a page is written."""
+    """The template of the page, compiled when a process writes its first."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader("ci_llm.report", ".")

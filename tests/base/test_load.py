@@ -10,11 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-)
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
 from ci_llm.base.load import fingerprint_of, load_architecture, load_base
 from ci_llm.embedded import BASE_FOLDER

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -85,16 +82,12 @@ def test_agents_on_the_text_part_are_those_of_peft_on_the_whole_model(family: st
     output = crowd(rows)
     output.loss.backward()
 
-    for name, files in by_agent(crowd.adapter_files()).items():
-        place = tmp_path / name
-        place.mkdir()
-        (place / "adapter_config.json").write_text(json.dumps(files["adapter_config"]))
-        save_file({k: v.contiguous() for k, v in files["adapter_model"].items()}, place / "adapter_model.safetensors")
+    crowd.save_pretrained(tmp_path / "crowd")
+    for k, name in enumerate(crowd.names):
         opened = auto_class(FAMILIES[family]).from_pretrained(folder, dtype=torch.float32)
-        alone = peft.PeftModel.from_pretrained(opened, str(place), is_trainable=True).eval()
+        alone = peft.PeftModel.from_pretrained(opened, tmp_path / "crowd" / name, is_trainable=True).eval()
         loss = loss_of(alone, rows)
         loss.backward()
-        k = crowd.names.index(name)
         assert -output.log_probs[k].mean().item() == pytest.approx(loss.item(), abs=1e-5)
         for layer, module in crowd.storage.layers.items():
             wanted = alone.get_parameter(f"base_model.model.{layer}.lora_B.default.weight").grad
@@ -102,13 +95,6 @@ def test_agents_on_the_text_part_are_those_of_peft_on_the_whole_model(family: st
         prompts = [[5, 9, 11], [7, 3, 8, 12, 30, 41, 6]]
         told = crowd.generate_ids(prompts, Decoding(max_new_tokens=4), include_agents=True)
         assert [found.agents[k] for found in told] == [continued(alone, prompt) for prompt in prompts]
-
-
-def by_agent(files: Any) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = defaultdict(dict)
-    for name, value in files.items():
-        found[name.partition("/")[0]][name.partition("/")[2]] = value
-    return found
 
 
 def loss_of(model: Any, rows: Any) -> torch.Tensor:

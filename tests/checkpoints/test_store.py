@@ -32,6 +32,7 @@ from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, WRITER_TIMEOUT_S, Check
 from ci_llm.core.durable import DISK, Filesystem, write_bytes
 from ci_llm.core.run_status import started_since_boot_s
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, WriterBusy
+from tests.support.bit_flips import flip
 from tools.testbed.disks import CachedDisk, FailingDisk, FullDisk
 from tools.testbed.events import DEADLINE_S
 
@@ -731,12 +732,6 @@ def test_a_disk_that_fails_while_the_lease_is_acquired_is_one_message(run: Run) 
 
 
 # Damage
-
-
-def flip(path: Path, bit: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(data)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A fixture of the tests that compare losses and gradients in fp64."""
+"""A crowd that answers in words, for all that leave it as it was, and norms that compute in fp64."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ import pytest
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ci_llm import Crowd
+
+
+@pytest.fixture(scope="session")
+def crowd() -> Crowd:
+    """Three agents on the embedded base."""
+    from tests.support.crowds import disturbed_crowd  # with torch, which most files do without
+
+    return disturbed_crowd()
 
 
 @pytest.fixture

@@ -4,56 +4,44 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from tests.support.asking_http import JsonHandler, answering
 
 TOKEN = "hf_a_token_that_nobody_may_see"
 
 
 class HubServer:
-    """A context manager. `refuse` is the status of every commit while it is set."""
+    """Repositories of a hub, which answers within `serving`. `refuse` is the status of every commit while it is set."""
 
     def __init__(self) -> None:
         self.repositories: dict[str, bool] = {}  # and whether each is private
         self.files: dict[str, dict[str, bytes]] = {}
         self.commits: list[str] = []
         self.refuse: int | None = None
+        self.address = ""
+
+    @contextmanager
+    def serving(self) -> Iterator[HubServer]:
+        """With its address."""
         hub = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def _any(self) -> None:
+        class Handler(JsonHandler):
+            def do_POST(self) -> None:  # noqa: N802 - the name of the standard library
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 authorized = self.headers.get("authorization") == f"Bearer {TOKEN}"
-                status, answer = hub._answer(self.command, self.path.partition("?")[0], body, authorized)
-                data = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(data)
+                status, answer = hub._answer(self.path.partition("?")[0], body, authorized)
+                self.reply(answer, status)
 
-            do_GET = do_HEAD = do_POST = _any  # noqa: N815
+            do_GET = do_POST  # noqa: N815
 
-            def log_message(self, *_: Any) -> None:
-                pass
+        with answering(Handler) as hub.address:
+            yield hub
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> HubServer:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-    def _answer(self, command: str, path: str, body: bytes, authorized: bool) -> tuple[int, Any]:
-        if command == "HEAD" or not path.startswith(("/api/repos", "/api/models")):
+    def _answer(self, path: str, body: bytes, authorized: bool) -> tuple[int, Any]:
+        if not path.startswith(("/api/repos", "/api/models")):
             return 200, {}
         if not authorized:
             return 401, {"error": "Invalid credentials"}

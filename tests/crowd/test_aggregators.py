@@ -15,15 +15,10 @@ from ci_llm.crowd.generation import read_texts
 from ci_llm.crowd.metrics import final_answer
 from ci_llm.crowd.next_token import Decoding
 from ci_llm.embedded import rows
-from tests.support.crowds import K, disturbed_crowd
+from tests.support.crowds import K
 
-QUESTIONS = [row["question"] for row in rows("test")[:4]]
+QUESTIONS = [row["question"] for row in rows("test")[:2]]
 SHORT: Any = {"max_new_tokens": 24}
-
-
-@pytest.fixture(scope="module")
-def crowd() -> Crowd:
-    return disturbed_crowd()
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)

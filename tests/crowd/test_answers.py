@@ -21,7 +21,7 @@ from ci_llm.crowd.scoring import AnswerScores, paired_gain
 from ci_llm.data.encoder import Encoder, Example
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.rows import Chat, Completion, Message
-from tests.support.crowds import K, disturbed_crowd
+from tests.support.crowds import K
 from tools.pretraining_text import KNOWN_VERBS
 
 HOW: Any = {"max_new_tokens": 40, "aggregator": "probability"}
@@ -114,11 +114,6 @@ def test_an_interval_is_given_only_where_the_rows_define_one(difference: list[fl
 
 
 @pytest.fixture(scope="module")
-def crowd() -> Crowd:
-    return disturbed_crowd()
-
-
-@pytest.fixture(scope="module")
 def prompter(crowd: Crowd) -> Prompter:
     return crowd.prompter
 
@@ -133,16 +128,16 @@ def examples(prompter: Prompter, count: int) -> Iterator[Example]:
 
 @pytest.mark.slow
 def test_every_generated_answer_is_scored(crowd: Crowd, prompter: Prompter) -> None:
-    rows = list(examples(prompter, 12))
+    rows = list(examples(prompter, 6))
     test = Questions.of(rows, crowd, 99, max_seq_length=256)
-    assert len(test) == 12
+    assert len(test) == 6
     assert test.ends == prompter.ends
     assert test.prompts[3] == rows[3].input_ids[: int(np.flatnonzero(rows[3].supervised)[0])].tolist()
     decoding = Decoding(max_new_tokens=40, ends=prompter.ends)
-    batches = [[0, 1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11]]
+    batches = [[0, 1, 2], [3], [4, 5]]
     scores = score_answers(crowd, test, batches, **HOW)
     assert scores is not None
-    assert scores.right.shape == (K + 2, 12)
+    assert scores.right.shape == (K + 2, 6)
     for number, prompt in enumerate(test.prompts):
         [generated] = crowd.generate_ids([prompt], decoding, include_agents=True)
         texts = [prompter.text(ids) for ids in (*generated.agents, generated.ids)]
@@ -150,7 +145,7 @@ def test_every_generated_answer_is_scored(crowd: Crowd, prompter: Prompter) -> N
         lines = [*agents, together, majority(agents, together)]
         assert scores.right[:, number].tolist() == [line == test.answers[number] for line in lines]
     assert 0 < scores.right[:K].double().mean() < 1, "all right or all wrong shows nothing"
-    halves = [score_answers(crowd, test, [half], **HOW) for half in (range(6), range(6, 12))]
+    halves = [score_answers(crowd, test, [half], **HOW) for half in (range(3), range(3, 6))]
     joined = AnswerScores.joined(half for half in halves if half is not None)
     assert torch.equal(joined.right, scores.right)
 

@@ -21,15 +21,10 @@ from ci_llm.data.rows import Completion
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import BadInput, DataError, ModelError
 from ci_llm.lora.passes import Head
-from tests.support.crowds import K, disturbed_crowd, save_crowd
+from tests.support.crowds import K, save_crowd
 
 QUESTIONS: list[Any] = [row["question"] for row in rows("test")[:5]]
 SHORT: Any = {"max_new_tokens": 24}
-
-
-@pytest.fixture(scope="module")
-def crowd() -> Crowd:
-    return disturbed_crowd()
 
 
 @pytest.fixture(scope="module")

@@ -18,15 +18,10 @@ from ci_llm.crowd.exporting import prepare
 from ci_llm.crowd.pretrained import weights_fingerprint
 from ci_llm.crowd.uncertainty import Calibration, Logistic, fit, fit_temperature, signals
 from ci_llm.embedded import rows
-from tests.support.crowds import disturbed_crowd, save_crowd
+from tests.support.crowds import save_crowd
 
 QUESTIONS: list[Any] = [row["question"] for row in rows("test")[:6]]
 SHORT: Any = {"max_new_tokens": 24}
-
-
-@pytest.fixture(scope="module")
-def crowd() -> Crowd:
-    return disturbed_crowd()
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,10 @@ import torch
 from peft import PeftModel
 
 from ci_llm.crowd.crowd import Crowd
-from tests.support.crowds import K, disturbed_crowd
+from tests.support.crowds import K
 
 PROMPTS = ["Ann has 7 pens. Ann breaks 6. How many pens are left?", "Ben has 2 cups. How many cups are there?"]
 ANSWERS = ["7 - 6 = 1 #### 1", "#### 2"]
-
-
-@pytest.fixture(scope="module")
-def crowd() -> Crowd:
-    return disturbed_crowd()
 
 
 def by_hand(crowd: Crowd, agent: int, n: int) -> torch.Tensor:

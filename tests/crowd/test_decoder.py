@@ -14,7 +14,6 @@ import torch
 from ci_llm import Crowd
 from ci_llm.crowd import aggregators
 from ci_llm.crowd import decoder as decoder_module
-from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.decoder import Columns, Decoder, Piece, Pieces, column_attention
 from ci_llm.crowd.next_token import CROWD, Decoding, Request, choose
 from ci_llm.embedded import BASE_FOLDER, rows
@@ -23,7 +22,7 @@ from ci_llm.lora.reading import NOBODY
 from tests.lora.test_adapters import K, crowd_of
 from tests.lora.test_kernels import ByOneDnn
 from tests.support.campaign import sampled, size
-from tests.support.crowds import bits_in_company, disturbed_crowd, save_crowd
+from tests.support.crowds import bits_in_company, disturbed_crowd, full_passes, save_crowd
 from tests.support.peft_twins import assert_writes_as_peft
 from tools.testbed.tiny import base, batch, example
 
@@ -71,19 +70,9 @@ def mixed(prompts: Sequence[list[int]]) -> list[Request]:
     return [Request(p, GREEDY, who, uncertainty=True) for p in prompts for who in EVERYBODY]
 
 
-@torch.no_grad()
-def reference(crowd: Crowd, who: int | None, prompt: Sequence[int], how: str = "probability") -> tuple[list[int], Any]:
-    """Full passes over the whole text, of one agent at a time: the tokens and their log-probabilities."""
-    ids, nats = list(prompt), []
-    for _ in range(GREEDY.max_new_tokens):
-        each = []
-        for k in range(K) if who is CROWD else [who]:
-            with crowd.active_agent(k) as model:
-                each.append(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1))
-        found = aggregate(torch.stack(each), how)
-        ids.append(int(found.argmax()))
-        nats.append(float(found.max()))
-    return ids[len(prompt) :], pytest.approx(nats, abs=3e-5)
+def reference(crowd: Crowd, who: int | None, prompt: Sequence[int]) -> tuple[list[int], Any]:
+    ids, nats = full_passes(crowd, range(K) if who is CROWD else [who], prompt, GREEDY.max_new_tokens)
+    return ids, pytest.approx(nats, abs=3e-5)
 
 
 @pytest.mark.slow
@@ -91,18 +80,18 @@ def reference(crowd: Crowd, who: int | None, prompt: Sequence[int], how: str = "
     "family",
     sampled(
         ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi", "gpt_neox", "gpt2", "granite", "cohere"],
-        ("qwen3", "gemma2", "gpt2", "cohere"),
+        ("gemma2", "gpt2", "cohere"),
     ),
 )
 def test_crowd_agents_and_base_write_the_texts_of_full_passes(family: str) -> None:
     crowd = moved(crowd_of(base(family, torch.float32)))
     assert crowd.route == "packed"
-    requests = mixed(PROMPTS[:5])
+    requests = mixed(PROMPTS[:5:2])
     written(crowd, requests, slots=9, budget=32)
     for request in requests:
         found = request.tokens, [each.log_probability for each in request.chosen]
         assert found == reference(crowd, request.who, request.prompt)
-    assert len({tuple(request.tokens) for request in requests}) > 15, "a mix-up would not be seen"
+    assert len({tuple(request.tokens) for request in requests}) > 9, "a mix-up would not be seen"
 
 
 def test_the_trial_accepts_a_rounding_difference_and_refuses_a_wrong_column(
@@ -144,7 +133,7 @@ def test_answers_are_those_of_plain_peft_and_of_k_full_passes(tmp_path: Path) ->
     crowd = disturbed_crowd()
     folder = save_crowd(crowd, tmp_path / "saved")
     assert crowd.prompter is not None
-    prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[: size(12, 200)]]
+    prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[: size(4, 200)]]
     assert_writes_as_peft(crowd, BASE_FOLDER, folder, prompts, 24)
 
 
@@ -166,11 +155,11 @@ def test_the_bits_of_a_text_do_not_depend_on_other_texts(monkeypatch: pytest.Mon
         return states(decoder, laid)
 
     monkeypatch.setattr(Decoder, "_states", seen)
-    prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[:6]]
+    prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[:3]]
     wanted = mixed(prompts)
     for request in wanted:
         written(crowd, [request], slots=1)
-    ways: list[Any] = [{"slots": 64}, {"slots": 3}, {"slots": 16, "budget": 16}, {"slots": 7, "budget": 48}]
+    ways: list[Any] = [{"slots": 64}, {"slots": 16, "budget": 16}, {"slots": 7, "budget": 48}]
     for how in ways:
         found = mixed(prompts)
         order = list(found)

@@ -189,19 +189,6 @@ def test_labels_are_learned_as_by_transformers(name: str, labels: tuple[float, .
 # ------------------------------------------------------------------------------------------ heads in a crowd
 
 
-def test_an_agent_has_the_bits_that_it_has_alone() -> None:
-    crowd, batch = crowd_of(CLASSES), pack(texts(), range(4))
-    crowd.storage.pass_per_agent = True
-    losses, gradients, metrics = step_of(crowd, Preferences(ours("classification"), crowd), [batch])
-    alone = crowd_of(CLASSES, count=1)
-    for k in range(K):
-        alone.storage.weights.copy_(crowd.storage.weights[k : k + 1])
-        found = step_of(alone, Preferences(ours("classification"), alone), [batch])
-        for one, other in zip(found, (losses, gradients, metrics), strict=True):
-            assert torch.equal(one, other[k : k + 1])
-    assert not torch.equal(losses[0], losses[1])
-
-
 @pytest.mark.parametrize(("name", "outputs", "units"), [("reward", 1, pairs), ("regression", 1, texts)])
 def test_the_loss_of_a_step_does_not_depend_on_micro_batches(name: str, outputs: int, units: Any) -> None:
     crowd, rows = crowd_of(outputs, torch.float64), units()

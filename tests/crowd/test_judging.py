@@ -94,9 +94,3 @@ def test_a_figure_that_is_not_defined_is_left_out() -> None:
     assert found.figures["accuracy"] == [1, 1]
     assert math.isnan(macro_f1(torch.zeros(0).long(), torch.zeros(0).long()))
     assert math.isnan(calibration_error([], []))
-
-
-def test_predictions_fall_into_their_bins_of_the_calibration_error() -> None:
-    # Two rows of 0.95, one of them right, and one of 0.65, which is right.
-    error = calibration_error([0.95, 0.95, 0.65], [True, False, True])
-    assert error == pytest.approx((abs(1 - 1.9) + abs(1 - 0.65)) / 3)

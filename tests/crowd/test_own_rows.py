@@ -8,15 +8,12 @@ from typing import Any, Final
 import pytest
 import torch
 
-from ci_llm.base.load import load_base
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.objective import NextToken
 from ci_llm.data.batches import Batch
-from ci_llm.errors import BadInput, ModelError
+from ci_llm.errors import ModelError
 from ci_llm.lora.settings import LoraSettings
 from tests.crowd.test_own_settings import ATTENTION, DROPPING, DTYPES, EVERY_KIND, LARGE, MLP, NAMES, SMALL
 from tests.support.campaign import sampled
-from tests.support.micro_steps import micro_step, owned
 from tests.support.peft_twins import assert_weights_equal, exported_twin, peft_loss
 from tests.support.trained_agents import crowd_of, differences, train
 from tools.testbed.tiny import base, batch
@@ -116,29 +113,6 @@ def test_row_weights_and_recomputed_layers_change_no_bit_of_it() -> None:
             assert not differences(alone, found[k]), (k, checkpointing)
 
 
-def test_a_nan_agent_changes_no_bit_of_the_others() -> None:
-    model = base("llama", torch.float32)
-    (alone,) = train(model, [SMALL], together(SHORT))
-    found = train(model, [LARGE, SMALL], together(LONG, SHORT), sick=0)
-    assert found[0]["loss 0"].isnan()
-    assert not differences(alone, found[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_same_bits_on_the_embedded_base(dtype: torch.dtype) -> None:
-    model = load_base("embedded").model.to(dtype)
-    rows = [
-        (batch((31, 57, 44)), batch((101, 7)), batch((64,))),
-        (batch((18,)), batch((333,)), batch((40, 41, 42))),
-        (batch((90, 91)), batch((5,)), batch((77, 3))),
-    ]
-    entries = [SMALL, DROPPING, LARGE]
-    found = train(model, entries, together(*rows))
-    for k, own in enumerate(entries):
-        assert not differences(train(model, [own], together(rows[k]))[0], found[k]), k
-
-
 @pytest.mark.slow
 def test_three_optimizer_steps_equal_peft_on_rows_of_each_agents_own() -> None:
     model = base("phi")  # its norms compute in fp64, those of Llama in fp32
@@ -157,12 +131,6 @@ def test_three_optimizer_steps_equal_peft_on_rows_of_each_agents_own() -> None:
             torch.nn.utils.clip_grad_norm_(trained, 0.5 * settings.rank)
             optimizer.step()
         assert_weights_equal(found[k], twin, crowd, k, atol=1e-12)
-
-
-def test_a_form_of_diversity_that_compares_agents_is_refused() -> None:
-    crowd = Crowd(base(), LoraSettings(num_agents=2, rank=4), "toy").train()
-    with pytest.raises(BadInput, match="diversity swd has gradients through all agents"):
-        micro_step(crowd, NextToken(diversity="swd", weight=0.1), owned((SHORT[0], LONG[0])), 0)
 
 
 def test_a_layer_that_reads_other_tokens_is_refused() -> None:

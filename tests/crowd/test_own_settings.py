@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from typing import Any, Final
 import peft
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ci_llm.crowd.crowd import Crowd
@@ -24,7 +23,7 @@ from tests.support.trained_agents import differences, train
 from tools.testbed.tiny import base, batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-DTYPES: Final = (torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow))
+DTYPES: Final = sampled((torch.float32, torch.float64), (torch.float32,))
 
 SMALL: Final = {"rank": 3, "alpha": 5, "use_rslora": True, "seed": 1}  # a scaling that no product keeps exact
 LARGE: Final = {"rank": 16, "alpha": 16, "seed": 2}
@@ -53,7 +52,7 @@ COMPANY: Final = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("own", sampled(EVERY_KIND, EVERY_KIND[1::2]), ids=NAMES)
+@pytest.mark.parametrize("own", sampled(EVERY_KIND, (MLP,)), ids=NAMES)
 def test_an_agent_has_the_same_bits_alone_and_in_a_crowd(own: dict[str, Any], dtype: torch.dtype) -> None:
     model = base("llama", dtype)
     (alone,) = train(model, [own], ROWS)
@@ -63,26 +62,13 @@ def test_an_agent_has_the_same_bits_alone_and_in_a_crowd(own: dict[str, Any], dt
 
 
 @pytest.mark.slow
-def test_the_same_holds_on_the_padded_route_and_for_very_few_tokens() -> None:
-    """Products of one to three rows take other kernels than those of K times as many."""
-    model = base("bloom", torch.float32)
-    (alone,) = train(model, [SMALL], ROWS, route="padded")
-    assert not differences(alone, train(model, [LARGE, SMALL, LARGE | {"seed": 9}], ROWS, route="padded")[1])
-    for dtype in (torch.float32, torch.float64):
-        llama, few = base("llama", dtype), [[batch((2,), 1)], [batch((3,), 1)]]
-        (alone,) = train(llama, [SMALL], few)
-        assert not differences(alone, train(llama, [LARGE, SMALL, LARGE | {"seed": 9}], few)[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sick", [0, 2])
-def test_a_nonfinite_agent_changes_no_bit_of_another(sick: int) -> None:
+def test_a_nonfinite_agent_changes_no_bit_of_another() -> None:
     model = base("llama", torch.float32)
     (alone,) = train(model, [SMALL], ROWS)
     entries = [LARGE, SMALL, ATTENTION]
-    found = train(model, entries, ROWS, sick=sick)
+    found = train(model, entries, ROWS, sick=0)
     assert not differences(alone, found[1])
-    assert found[sick]["loss 0"].isnan()
+    assert found[0]["loss 0"].isnan()
 
 
 # Equal to PEFT
@@ -97,20 +83,13 @@ def test_each_agent_is_exported_with_its_own_rank_and_targets(tmp_path: Path) ->
         for k, row in enumerate(crowd.storage.rows):
             row.copy_(torch.randn(row.shape, generator=torch.Generator().manual_seed(k)) * 0.1)
         ours = crowd.head.logits(crowd.states(packed := batch((12,))))
-    files = crowd.adapter_files()
+    crowd.save_pretrained(tmp_path / "crowd")
     for k, settings in enumerate(agent.settings for agent in crowd.agents):
-        folder = tmp_path / f"agent{k}"
-        folder.mkdir()
-        config = files[f"agent{k}/adapter_config"]
-        assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (
-            settings.rank,
-            settings.alpha,
-            settings.use_rslora,
-        )
-        (folder / "adapter_config.json").write_text(json.dumps(config))
-        tensors = {name: tensor.contiguous() for name, tensor in files[f"agent{k}/adapter_model"].items()}
+        folder = tmp_path / f"crowd/agent{k}"
+        config = peft.LoraConfig.from_pretrained(folder)
+        assert (config.r, config.lora_alpha, config.use_rslora) == (settings.rank, settings.alpha, settings.use_rslora)
+        tensors = load_file(folder / "adapter_model.safetensors")
         assert all(settings.rank in tensor.shape for tensor in tensors.values())
-        save_file(tensors, folder / "adapter_model.safetensors")
         opened = peft.PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()
         with torch.no_grad():
             theirs = opened(input_ids=packed.input_ids[None]).logits[0]

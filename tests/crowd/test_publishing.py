@@ -36,7 +36,7 @@ STEP = 7
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     from huggingface_hub import constants
 
-    with HubServer() as hub:
+    with HubServer().serving() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
         monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", hub.address)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -80,13 +80,12 @@ def assert_one_world_of_two(folder: Path, launcher: str) -> None:
         assert each["left"]
 
 
-@pytest.mark.slow
-def test_torchrun_with_two_processes(tmp_path: Path) -> None:
-    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
-    with Child(SCRIPTS / "torchrun", "--nproc-per-node", "2", *rendezvous, WORLD, tmp_path) as child:
-        run_all([child])
-    assert_one_world_of_two(tmp_path, "torchrun")
-    assert list(tmp_path.rglob(".launch-*")) == []
+def test_two_processes_with_the_variables_of_torchrun(server: ForkServer, tmp_path: Path) -> None:
+    folder = tmp_path / "world"
+    folder.mkdir()
+    assert server.run(world.trial, log := tmp_path / "log", ranks=2, folder=str(folder)) == [0, 0], log.read_text()
+    assert_one_world_of_two(folder, "torchrun")
+    assert list(folder.rglob(".launch-*")) == []
 
 
 @pytest.mark.slow

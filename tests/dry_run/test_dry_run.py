@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -35,12 +36,11 @@ from tools.testbed.forkserver import ROOT, ForkServer
 
 pytestmark = pytest.mark.slow
 
+Tell = Callable[..., "Told"]
 NAMES = [check.name for check in CHECKS]
 PRESETS = ROOT / "configs"
 NF4 = ["llama3.1_8b_nf4_gsm8k.yaml"]
 SHARDED = "llama3.1_70b_nf4_sharded_gsm8k.yaml"
-FEW_AGENTS = "num_agents=2"  # each costs the estimate time
-SMALL = (FEW_AGENTS, "batch_size=2")
 
 
 def dry_run(folder: str, words: list[str], flipping: bool = False) -> int:
@@ -93,18 +93,25 @@ class Told:
         return [name for name in NAMES if self.verdicts.get(name) == verdict]
 
 
-def told(server: ForkServer, folder: Path, *words: str, ranks: int = 1, **how: Any) -> Told:
-    """A dry run for the embedded default, changed by `words`."""
-    shutil.copy(ROOT / "configs.yaml", folder)
-    before = sorted(folder.rglob("*"))
-    log = folder.parent / f"{folder.name}.log"
-    codes = server.run(dry_run, log, ranks=ranks, folder=str(folder), words=list(words), **how)
-    assert sorted(folder.rglob("*")) == before, "the dry run left something behind"
-    return Told(log.read_text(), codes)
+@pytest.fixture
+def told(server: ForkServer, narrow_base: str, tmp_path: Path) -> Tell:
+    """A dry run for the embedded default, changed by words, and small: each agent and layer takes time to trace."""
+    small = (f"model_name={narrow_base}", "num_agents=2", "batch_size=2")
+
+    def tell(*words: str, ranks: int = 1, is_small: bool = True, **how: Any) -> Told:
+        shutil.copy(ROOT / "configs.yaml", tmp_path)
+        before = sorted(tmp_path.rglob("*"))
+        log = tmp_path.parent / f"{tmp_path.name}.log"
+        given = [*(small if is_small else ()), *words]
+        codes = server.run(dry_run, log, ranks=ranks, folder=str(tmp_path), words=given, **how)
+        assert sorted(tmp_path.rglob("*")) == before, "the dry run left something behind"
+        return Told(log.read_text(), codes)
+
+    return tell
 
 
-def test_the_embedded_default_passes(server: ForkServer, tmp_path: Path) -> None:
-    found = told(server, tmp_path)
+def test_the_embedded_default_passes(told: Tell) -> None:
+    found = told(is_small=False)
     assert found.codes == [0], found.text
     assert found.of("ok") == NAMES
     assert f"all {len(NAMES)} checks passed" in found.text
@@ -114,12 +121,12 @@ def test_the_embedded_default_passes(server: ForkServer, tmp_path: Path) -> None
     assert "260 steps" in found.lines["time"]
 
 
-def test_agents_with_data_of_their_own_pass(server: ForkServer, tmp_path: Path) -> None:
+def test_agents_with_data_of_their_own_pass(told: Tell, tmp_path: Path) -> None:
     texts = tmp_path.parent / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"{number} is a number. " * 3}) + "\n" for number in range(40)))
     agents = f"agents=[{{}}, {{dataset_name: {texts}}}, {{max_train_samples: 9}}]"
     words = ["max_train_samples=100", "max_train_steps=null", "epochs=1", "global_batch_size=4", "batch_size=2"]
-    found = told(server, tmp_path, agents, *words)
+    found = told(agents, "num_agents=3", *words)
     assert found.codes == [0], found.text
     assert found.of("ok") == NAMES
     assert "rows of text from" in found.lines["data"]
@@ -127,17 +134,13 @@ def test_agents_with_data_of_their_own_pass(server: ForkServer, tmp_path: Path) 
     assert "25 steps" in found.lines["time"]
 
 
-def test_two_processes_pass_together(server: ForkServer, tmp_path: Path) -> None:
-    found = told(server, tmp_path, *SMALL, ranks=2)
+@pytest.mark.parametrize("sharding", sampled(["none", "layers"], ["layers"]))
+def test_two_processes_pass_together(sharding: str, told: Tell) -> None:
+    found = told(f"base_sharding={sharding}", ranks=2)
     assert found.codes == [0, 0], found.text
     assert found.of("ok") == NAMES
     assert "2 processes met" in found.lines["port"]
-
-
-def test_two_processes_check_a_base_that_they_share(server: ForkServer, tmp_path: Path) -> None:
-    together = told(server, tmp_path, "base_sharding=layers", *SMALL, ranks=2)
-    assert together.codes == [0, 0], together.text
-    assert "nobody" not in together.text
+    assert "nobody" not in found.text
 
 
 def test_a_check_that_fails_on_one_process_ends_all_and_is_named(server: ForkServer, tmp_path: Path) -> None:
@@ -150,9 +153,9 @@ def test_a_check_that_fails_on_one_process_ends_all_and_is_named(server: ForkSer
     assert list(tmp_path.iterdir()) == [log]
 
 
-def test_a_folder_that_cannot_be_made_fails_the_check_of_the_disk(server: ForkServer, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_fails_the_check_of_the_disk(told: Tell, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    found = told(server, tmp_path, *SMALL, "output_dir=file/run")
+    found = told("output_dir=file/run")
     assert found.codes == [1]
     assert found.of("FAILED") == ["disk"]
     assert "output_dir: file/run" in found.lines["disk"]
@@ -161,20 +164,20 @@ def test_a_folder_that_cannot_be_made_fails_the_check_of_the_disk(server: ForkSe
     assert {"data", "estimate", "batch", "time"} <= set(found.of("ok"))
 
 
-def test_a_disk_that_changes_bits_fails_the_check_of_the_checkpoint(server: ForkServer, tmp_path: Path) -> None:
-    found = told(server, tmp_path, *SMALL, flipping=True)
+def test_a_disk_that_changes_bits_fails_the_check_of_the_checkpoint(told: Tell) -> None:
+    found = told("model_name=embedded", flipping=True)
     assert found.codes == [1]
     assert found.of("FAILED") == ["checkpoint"], found.text
     assert found.of("skipped") == ["interruption", "conclusion"]
 
 
-def test_a_template_that_fails_fails_the_check_of_the_template(server: ForkServer, tmp_path: Path) -> None:
+def test_a_template_that_fails_fails_the_check_of_the_template(told: Tell, tmp_path: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(BASE_FOLDER, base)
     settings = json.loads((base / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{{ raise_exception('no such role') }}"
     (base / "tokenizer_config.json").write_text(json.dumps(settings))
-    found = told(server, tmp_path, *SMALL, "model_name=base")
+    found = told("model_name=base")
     assert found.codes == [1]
     assert found.of("FAILED") == ["template"], found.text
     assert "no such role" in found.lines["template"]
@@ -188,10 +191,8 @@ def test_a_template_that_fails_fails_the_check_of_the_template(server: ForkServe
         (("max_seq_length=513",), "max_seq_length=512"),
     ],
 )
-def test_a_batch_that_cannot_be_fails_the_check_of_the_batch(
-    server: ForkServer, tmp_path: Path, words: tuple[str, ...], hint: str
-) -> None:
-    found = told(server, tmp_path, FEW_AGENTS, *words)
+def test_a_batch_that_cannot_be_fails_the_check_of_the_batch(told: Tell, words: tuple[str, ...], hint: str) -> None:
+    found = told(*words)
     assert found.codes == [1]
     assert found.of("FAILED") == ["batch"], found.text
     assert re.search(hint, found.lines["batch"])
@@ -200,10 +201,10 @@ def test_a_batch_that_cannot_be_fails_the_check_of_the_batch(
 
 
 def test_a_folder_without_weights_fails_the_check_of_the_model_and_estimates_are_still_printed(
-    server: ForkServer, tmp_path: Path
+    told: Tell, tmp_path: Path
 ) -> None:
     shutil.copytree(BASE_FOLDER, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors"))
-    found = told(server, tmp_path, *SMALL, "model_name=base")
+    found = told("model_name=base")
     assert found.codes == [1]
     assert found.of("FAILED") == ["model"], found.text
     assert "model.safetensors" in found.lines["model"]
@@ -213,7 +214,7 @@ def test_a_folder_without_weights_fails_the_check_of_the_model_and_estimates_are
     assert "of" in found.lines["storage"]
 
 
-def test_a_base_that_cannot_be_traced_is_rehearsed_all_the_same(server: ForkServer, tmp_path: Path) -> None:
+def test_a_base_that_cannot_be_traced_is_rehearsed_all_the_same(told: Tell, tmp_path: Path) -> None:
     shape = AutoConfig.from_pretrained(BASE_FOLDER)
     sizes = {"vocab_size": shape.vocab_size, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
@@ -221,7 +222,7 @@ def test_a_base_that_cannot_be_traced_is_rehearsed_all_the_same(server: ForkServ
     MixtralForCausalLM(experts).save_pretrained(tmp_path / "base")
     for file in BASE_FOLDER.glob("tokenizer*"):
         shutil.copy(file, tmp_path / "base")
-    found = told(server, tmp_path, *SMALL, "model_name=base")
+    found = told("model_name=base")
     assert found.codes == [0], found.text
     assert "cannot be traced without weights: " in found.lines["estimate"]
     assert "memory is not estimated" in found.lines["batch"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import pytest
 from ci_llm.errors import BadInput
 from ci_llm.evaluation import predictions
 from ci_llm.evaluation.predictions import Source, open_predictions, source_path
-from tools.testbed.events import DEADLINE_S
+from tools.testbed.forkserver import ForkServer
 
 SOURCE = Source("w1", "q1", "step 7 of run", "my.jsonl", 3, "exact_match", "probability", 256)
 PROMPTS = ["a", "b\u2028ü", "c"]
@@ -122,18 +120,17 @@ def test_a_damaged_source_is_named(path: Path) -> None:
         opened(path)
 
 
-@pytest.mark.slow
-def test_a_second_evaluation_at_the_same_time_is_refused(path: Path) -> None:
-    code = (
-        "from tests.evaluation.test_predictions import *\n"
-        f"for how in ({{}}, {{'overwrite': True}}):\n"
-        f"    with pytest.raises(BadInput, match='another process'): opened(Path({str(path)!r}), **how)\n"
-    )
+def evaluate_beside(path: str) -> int:
+    """A trial for the fork server: the file is another evaluation's."""
+    for how in ({}, {"overwrite": True}):
+        with pytest.raises(BadInput, match="another process"):
+            opened(Path(path), **how)
+    return 0
+
+
+def test_a_second_evaluation_at_the_same_time_is_refused(path: Path, server: ForkServer, tmp_path: Path) -> None:
     with open_predictions(path, SOURCE, PROMPTS):
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False
-        )
-    assert done.returncode == 0, done.stderr
+        assert server.run(evaluate_beside, log := tmp_path / "log", path=str(path)) == [0], log.read_text()
     assert len(opened(path)) == 2
 
 

@@ -18,10 +18,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import ci_llm
-from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
-from ci_llm.checkpoints.layout import numbered_steps, step_folder
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from tests.support.campaign import sampled_cases
+from tests.support.loops import ends_twice
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.moments import interfere
@@ -63,32 +62,18 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.parametrize(
     ("case", "at"),
-    sampled_cases(
-        [(case, at) for case in CASES for at in (12, 13, 14)],
-        [("accumulation", 12), ("workers", 14), ("two processes", 13)],
-    ),
+    sampled_cases([(case, at) for case in CASES for at in (12, 13, 14)], [("workers", 14), ("two processes", 13)]),
 )
 def test_a_run_ends_with_the_same_bits(case: str, at: int, server: ForkServer, tmp_path: Path) -> None:
     changes, processes = CASES[case]
-    straight, again = tmp_path / "straight", tmp_path / "again"
-    for folder in (straight, again):
-        folder.mkdir()
-    how = {"ranks": processes, "changes": changes}
-
-    def run(folder: Path, **told: Any) -> list[int]:
-        return server.run(trained, folder / "log", folder=str(folder), **how, **told)
-
-    assert run(straight) == [0] * processes, (straight / "log").read_text()
-    assert run(again, sent="SIGKILL", step=at)[0] == -signal.SIGKILL
-    assert 5 in numbered_steps(again / "run"), "saved before the save at step 10 began"
-    assert run(again, sent="SIGTERM", step=8) == [75] * processes, (again / "log").read_text()
-    assert numbered_steps(again / "run")[-1] in (13, 14, 18, 19), "the step in which the signal came, or the next"
-    assert run(again) == [0] * processes, (again / "log").read_text()
-    last = [step_folder(each / "run", numbered_steps(straight / "run")[-1]) for each in (straight, again)]
-    one, other = map(load_checkpoint, last)
-    assert not [found for found in compare(one, other).differences if found.counts]
-    assert run(again) == [0] * processes, "nothing is left to do"
-    assert numbered_steps(again / "run")[-1] == numbered_steps(straight / "run")[-1]
+    ends_twice(
+        lambda folder, **told: server.run(
+            trained, folder / "log", folder=str(folder), ranks=processes, changes=changes, **told
+        ),
+        tmp_path,
+        kill_at=at,
+        stop_after=8,
+    )
 
 
 def fit(

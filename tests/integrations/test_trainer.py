@@ -17,12 +17,12 @@ from torch.utils.data import Dataset
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from ci_llm import TrainerCheckpoints
-from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
-from ci_llm.checkpoints.layout import numbered_steps, step_folder
+from ci_llm.checkpoints.layout import numbered_steps
 from ci_llm.errors import ConfigError, ForeignCheckpoint
 from examples import hf_trainer
 from tests.support.campaign import sampled
 from tests.support.loader_workers import batches_despite_signals
+from tests.support.loops import ends_twice
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.moments import interfere
 
@@ -66,30 +66,18 @@ CASES: dict[str, tuple[dict[str, Any], bool, int]] = {
 }
 
 
-@pytest.mark.parametrize("case", sampled([*CASES], ("accumulation", "workers", "adapter", "two processes")))
+@pytest.mark.parametrize("case", sampled([*CASES], ("workers", "adapter", "two processes")))
 def test_a_run_ends_with_the_same_bits(case: str, server: ForkServer, tmp_path: Path) -> None:
     changes, lora, processes = CASES[case]
-    straight, again = tmp_path / "straight", tmp_path / "again"
-    for folder in (straight, again):
-        folder.mkdir()
-    how = {"ranks": processes, "changes": changes, "lora": lora}
-
-    def run(folder: Path, **told: Any) -> list[int]:
-        return server.run(trained, folder / "log", folder=str(folder), **how, **told)
-
-    assert run(straight) == [0] * processes, (straight / "log").read_text()
-    assert run(again, sent="SIGKILL", step=12)[0] == -signal.SIGKILL
-    assert 5 in numbered_steps(again / "run"), "saved before the save at step 10 began"
-    assert run(again, sent="SIGTERM", step=11) == [75] * processes, (again / "log").read_text()
-    stopped_at = numbered_steps(again / "run")[-1]
-    assert stopped_at in (16, 17, 21, 22), "the step in which the signal came, or the next"
-    assert run(again) == [0] * processes, (again / "log").read_text()
-    last = [step_folder(each / "run", numbered_steps(straight / "run")[-1]) for each in (straight, again)]
-    one, other = map(load_checkpoint, last)
-    assert not [found for found in compare(one, other).differences if found.counts]
-    assert log_of(last[0]) == log_of(last[1])
-    assert run(again) == [0] * processes, "nothing is left to do"
-    assert numbered_steps(again / "run")[-1] == numbered_steps(straight / "run")[-1]
+    straight, again = ends_twice(
+        lambda folder, **told: server.run(
+            trained, folder / "log", folder=str(folder), ranks=processes, changes=changes, lora=lora, **told
+        ),
+        tmp_path,
+        kill_at=12,
+        stop_after=11,
+    )
+    assert log_of(straight) == log_of(again)
 
 
 class Rows(Dataset):

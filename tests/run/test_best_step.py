@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,13 +17,14 @@ from ci_llm.core.run_status import read_status
 from ci_llm.errors import CheckpointError
 from ci_llm.run.evaluation import result_of
 from ci_llm.run.step.state import TrainState, Validation
+from tests.support.bit_flips import flip
 from tests.support.campaign import sampled
 from tools.testbed.trials import Cell, Fate, Trials, account, differences
 
 pytestmark = pytest.mark.slow
 
 #: A learning rate that only spoils what the first steps have learned, so that patience ends before the run does.
-SPOILT = {
+SPOILT: dict[str, Any] = {
     "model_name": "embedded",
     "learning_rate": 5e-2,
     "eval_steps": 2,
@@ -34,6 +34,7 @@ SPOILT = {
     "save_total_limit": 1,
 }
 BEST, LAST = 2, 8
+CELL = Cell(dropout=0.1)
 
 
 # Plain values
@@ -82,15 +83,9 @@ def test_a_failed_last_save_is_not_mistaken_for_a_failed_save_of_the_best_step()
 # Whole runs
 
 
-def spoilt(trials: Trials, folder: Path, fate: Fate | None = None, ranks: int = 1, **keys: Any) -> list[int]:
-    return trials.train(Cell(dropout=0.1, ranks=ranks), folder, fate, **(SPOILT | keys))
-
-
 @pytest.fixture(scope="module")
 def undisturbed(trials: Trials) -> Path:
-    folder = trials.new_folder()
-    assert spoilt(trials, folder) == [0], (folder / "log").read_text()
-    return folder
+    return trials.complete(CELL, **SPOILT)
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -127,44 +122,33 @@ FATES = [
 def test_a_run_that_was_killed_finds_the_same_best_step_and_the_same_end(
     trials: Trials, undisturbed: Path, fate: Fate
 ) -> None:
-    folder = trials.new_folder()
-    assert spoilt(trials, folder, fate) == [-signal.SIGKILL if fate.signal == "SIGKILL" else 0]
-    assert spoilt(trials, folder) == [0], (folder / "log").read_text()
+    folder = trials.complete(CELL, trials.ended(CELL, fate, **SPOILT), **SPOILT)
     assert not differences(account(undisturbed), account(folder))
     assert checkpoints(folder) == checkpoints(undisturbed)
 
 
 def test_a_resume_counts_an_evaluation_made_after_the_last_save(trials: Trials, undisturbed: Path) -> None:
     """The run is killed after an evaluation that no checkpoint holds yet; metrics.jsonl has its values."""
-    folder = trials.new_folder()
-    keys = {"save_steps": 4}
-    assert spoilt(trials, folder, Fate("SIGKILL", steps=4, committed=4), **keys) == [-signal.SIGKILL]
+    keys = SPOILT | {"save_steps": 4}
+    folder = trials.ended(CELL, Fate("SIGKILL", steps=4, committed=4), **keys)
     before = (folder / "run/metrics.jsonl").read_text()
     assert '"step": 4, "eval/' in before
-    assert spoilt(trials, folder, **keys) == [0]
+    trials.complete(CELL, folder, **keys)
     lines = [line for line in (folder / "run/metrics.jsonl").read_text().splitlines() if '"step": 4, "eval/' in line]
     assert len(lines) == 1
     assert not differences(account(undisturbed), account(folder))
 
 
 def test_two_processes_agree_on_the_best_step(trials: Trials) -> None:
-    whole, cut = trials.new_folder(), trials.new_folder()
-    assert spoilt(trials, whole, ranks=2) == [0, 0], (whole / "log").read_text()
-    fate = Fate("SIGKILL", steps=5, committed=3)
-    assert spoilt(trials, cut, fate, ranks=2) == [-signal.SIGKILL] * 2
-    assert spoilt(trials, cut, ranks=2) == [0, 0]
-    assert evaluation(whole)["stopped_early"]
-    assert not differences(account(whole), account(cut))
+    folder = trials.complete(replace(CELL, ranks=2), **SPOILT)
+    assert evaluation(folder)["stopped_early"]
+    assert load_checkpoint(folder / "run/final_checkpoint").manifest.step == evaluation(folder)["best"]["crowd"]["step"]
 
 
 def test_a_best_step_that_is_damaged_cannot_be_the_result(trials: Trials) -> None:
-    folder = trials.new_folder()
-    assert spoilt(trials, folder, Fate("SIGTERM", steps=4)) == [0]
-    file = folder / f"run/checkpoint_step_{BEST}/agent0/adapter_model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    assert spoilt(trials, folder) == [0]
+    folder = trials.ended(CELL, Fate("SIGTERM", steps=4), **SPOILT)
+    flip(folder / f"run/checkpoint_step_{BEST}/agent0/adapter_model.safetensors", -1)
+    trials.complete(CELL, folder, **SPOILT)
     assert f"the best step, {BEST}, cannot be the result, so the last one is" in (folder / "log").read_text()
     record = evaluation(folder)
     assert (record["step"], record["best"]["crowd"]["step"]) == (LAST, BEST)

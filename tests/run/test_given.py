@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,6 @@ from ci_llm.data.files import kept_rows
 from ci_llm.data.sources import load_rows
 from ci_llm.embedded import BASE_FOLDER
 from tests.run.test_call import KEYS, same
-from tools.testbed.events import wait_until_committed
-from tools.testbed.forkserver import ForkServer
 
 ROWS = [{"prompt": f"What is {n} plus 1?", "completion": f"{n + 1}"} for n in range(30)]
 SHORT: dict[str, Any] = {
@@ -125,50 +121,6 @@ def test_rows_that_cannot_be_used_are_refused_and_nothing_is_made(kind: str, arg
     assert not (tmp_path / "run").exists()
     if kind != "no column of ours":
         assert f"{argument}=" in str(caught.value)
-
-
-def until_step_two_and_killed(folder: str, cache: str) -> int:
-    """Trains in a process of its own and is killed after the checkpoint of step 2."""
-    os.environ["CI_LLM_CACHE"] = cache
-
-    class Kill:
-        def on_step_end(self, args: object, state: Any, control: object, **_: Any) -> None:
-            if state.global_step == 3:
-                wait_until_committed(Path(folder), 2)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    torch.set_num_threads(1)
-    ci_llm.train(dataset=ROWS, output_dir=folder, callbacks=[Kill()], **SHORT)
-    return 0
-
-
-def to_the_end(folder: str, cache: str) -> int:
-    """Trains to the end on rows in memory, in a process of its own."""
-    os.environ["CI_LLM_CACHE"] = cache
-    torch.set_num_threads(1)
-    ci_llm.train(dataset=lambda: iter(ROWS), output_dir=folder, **SHORT)
-    return 0
-
-
-def of_a_file(folder: str, file: str) -> int:
-    """Trains on the rows of a file, in a process of its own."""
-    torch.set_num_threads(1)
-    ci_llm.train(dataset=file, output_dir=folder, **SHORT)
-    return 0
-
-
-@pytest.mark.slow
-def test_a_killed_run_of_rows_in_memory_resumes_with_the_bits_of_a_file(
-    server: ForkServer, tmp_path: Path, cache: Path
-) -> None:
-    log, run, plain = tmp_path / "log", tmp_path / "run", tmp_path / "plain"
-    assert server.run(until_step_two_and_killed, log, folder=str(run), cache=str(cache)) == [-signal.SIGKILL]
-    assert (run / "checkpoint_step_2").is_dir()
-    assert not (run / "final_checkpoint").exists()
-    assert server.run(to_the_end, log, folder=str(run), cache=str(cache)) == [0], log.read_text()
-    assert server.run(of_a_file, log, folder=str(plain), file=str(in_a_file(tmp_path))) == [0], log.read_text()
-    assert "step 2 of 4, verified" in (run / "training.log").read_text()
-    assert same(run / "final_checkpoint", plain / "final_checkpoint")
 
 
 @pytest.mark.slow

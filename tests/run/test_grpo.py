@@ -39,6 +39,7 @@ from ci_llm.objectives.grpo import Watch, advantages, metrics_of, spread, total_
 from ci_llm.objectives.grpo.rewards import Reward, judged, require_answers, rewards_of
 from ci_llm.run.step.rollout import Group, Rollout, Rollouts
 from tests.crowd.test_preferences import gradients_of, load
+from tests.support.campaign import sampled
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import train_watched
 from tools.testbed.worlds import arguments
@@ -187,7 +188,9 @@ CASES: Final = [*itertools.product(("dapo", "grpo", "dr_grpo"), (1.0, 0.7))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: f"{CASES[case][0]}, {CASES[case][1]}")
+@pytest.mark.parametrize(
+    "case", sampled(range(len(CASES)), (0, 3, 4)), ids=lambda case: f"{CASES[case][0]}, {CASES[case][1]}"
+)
 def test_losses_advantages_and_gradients_are_those_of_trl(case: int, tmp_path: Path) -> None:
     kind, temperature = CASES[case]
     crowd, trl = crowd_of(), Trl(tmp_path, temperature)

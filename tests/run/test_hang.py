@@ -20,6 +20,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoder import Decoder, Request
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.watchdog import FIRST_S, LEAST_S, TIMES, Heartbeat, Watchdog
+from tests.support.campaign import sampled
 from tests.support.faults import KEYS, Fault, fired, said, train, train_with_faults, wrap
 from tools.testbed.forkserver import ForkServer
 
@@ -156,7 +157,7 @@ def test_a_checkpoint_that_finds_no_space_is_dropped_and_the_run_continues(serve
     assert read_status(tmp_path / "run").status == "completed"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", sampled([1, 2], [2]))
 def test_a_run_whose_results_find_no_space_is_not_completed(ranks: int, server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("disk full", steps=(11,))
     assert train(server, tmp_path, fault, ranks=ranks, save_steps=6) == [1] * ranks, said(tmp_path)

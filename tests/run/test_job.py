@@ -28,6 +28,7 @@ from ci_llm.embedded import BASE_FOLDER
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run import attempt, loop
 from ci_llm.run.mirroring import RunMirror
+from tests.support.bit_flips import flip
 
 pytestmark = pytest.mark.usefixtures("threads_as_they_were")
 ROOT = Path(__file__).parents[2]
@@ -38,8 +39,8 @@ SMALL = [
     "max_train_steps=6",
     "batch_size=4",
     "eval_samples=8",
-    "generation_eval_samples=4",
-    "max_new_tokens_eval=16",
+    "generation_eval_samples=2",
+    "max_new_tokens_eval=4",
     "eval_steps=4",
     "save_steps=2",
 ]
@@ -77,7 +78,7 @@ def test_a_completed_run_leaves_the_documented_files(finished: Path) -> None:
     wanted = {"train/agent0/loss", "train/agent2/grad_norm", "train/diversity", "train/learning_rate", "epoch"}
     assert wanted | {"tokens_per_s", "step_time_s"} <= set(lines[0])
     record = json.loads((finished / "evaluation.json").read_text())
-    assert record["n"] == 4
+    assert record["n"] == 2
     assert record["teacher_forced"]["n"] == 8
     assert len(record["exact_match"]["agents"]) == len(record["nll"]["agents"]) == 3
 
@@ -195,10 +196,6 @@ def test_a_run_with_more_steps_resumes_and_says_that_it_is_longer(
     [
         (["num_agents=2"], "num_agents was 3, is 2"),
         (["learning_rate=1e-3"], "learning_rate was 0.005, is 0.001"),
-        (["learning_rate=1e-3"], "experiment_name=NAME begins a new run beside it; overwrite_output_dir=true begins"),
-        (["max_train_samples=10"], "max_train_samples was 20, is 10"),
-        (["resume_from_checkpoint=null"], "holds checkpoints of steps 4, 6"),
-        (["resume_from_checkpoint=nowhere"], "there is no checkpoint at this path"),
         (["restart_from=5"], "this run has no step 5: it holds 4, 6"),
     ],
 )
@@ -207,7 +204,10 @@ def test_a_run_that_would_not_be_the_same_is_refused(
 ) -> None:
     before = sorted(run.rglob("*"))
     assert train(run, "max_train_steps=8", *words) == 2
-    assert message in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert message in told
+    if words[0].startswith("learning_rate"):
+        assert "experiment_name=NAME begins a new run beside it; overwrite_output_dir=true begins" in told
     assert sorted(run.rglob("*")) == before
 
 
@@ -271,27 +271,15 @@ def test_a_completed_run_whose_results_are_damaged_is_evaluated_again(
     assert verify_folder(run / "final_checkpoint").step == 6
 
 
-def flip_last_bit(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("harm", ["a flipped bit", "an agent less"])
-def test_a_completed_run_writes_a_damaged_final_checkpoint_again(
-    harm: str, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_completed_run_writes_a_damaged_final_checkpoint_again(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     final = run / "final_checkpoint"
     before = (final / "manifest.json").read_bytes()
-    if harm == "a flipped bit":
-        flip_last_bit(final / "agent0/adapter_model.safetensors")
-    else:
-        shutil.rmtree(final / "agent1")
+    flip(final / "agent0/adapter_model.safetensors", -1)
     assert train(run) == 0
     said = capsys.readouterr().out
     assert "final_checkpoint is damaged: " in said
-    assert ("agent0/adapter_model" if harm == "a flipped bit" else "missing: agent1/") in said
+    assert "agent0/adapter_model" in said
     assert "it is made again from step 6" in said
     assert verify_folder(final).files.keys() == json.loads(before)["files"].keys()
     assert train(run) == 0
@@ -326,7 +314,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_taken(
     finished: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("final_checkpoint", "checkpoint_step_6"):
-        flip_last_bit(run / name / "optimizer.safetensors")
+        flip(run / name / "optimizer.safetensors", -1)
     assert train(run) == 0
     said = capsys.readouterr().out
     assert "optimizer.safetensors" in said
@@ -341,7 +329,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused_until_the_call_says_
     names = {"final_checkpoint", "checkpoint_step_4", "checkpoint_step_6"}
     shutil.copytree(run / "checkpoint_step_4", tmp_path / "kept" / "checkpoint_step_4")
     for name in names:
-        flip_last_bit(run / name / "optimizer.safetensors")
+        flip(run / name / "optimizer.safetensors", -1)
     for _ in range(2):  # the second call finds them in quarantine
         assert train(run) == 1
         told = capsys.readouterr().err
@@ -427,7 +415,6 @@ def test_other_rows_under_the_name_of_the_old_ones_are_refused(
     write("That is")
     assert train(tmp_path / "run", *keys, "max_train_steps=2") == 2
     assert "the training rows are not those of the checkpoint" in capsys.readouterr().err
-    assert train(tmp_path / "run", *keys, "max_train_steps=2", "allow_inexact_resume=true") == 0
 
 
 @pytest.mark.slow

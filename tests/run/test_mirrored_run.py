@@ -29,12 +29,12 @@ def test_a_wiped_disk_comes_back_from_the_mirror_to_the_same_bits(trials: Trials
     mirror: dict[str, Any] = {"mirror": f"file://{folder}/mirror", "save_steps": 2}
     # Killed in any step after the first save; the first trial waits until the mirror has that one, the others do not.
     fate = Fate("SIGKILL", draw.randrange(3, STEPS), committed=2 if seed == 0 else None, mirrored=seed == 0)
-    assert trials.train(cell, folder, fate, **mirror) == [-9], (folder / "log").read_text()
+    trials.ended(cell, fate, folder, **mirror)
     shutil.rmtree(folder / "run")
     head = MirrorReader(open_objects(mirror["mirror"])).head()
     newest = head.newest if head else None
     assert newest is not None or seed > 0
-    assert trials.train(cell, folder, **mirror) == [0], (folder / "log").read_text()
+    trials.complete(cell, folder, **mirror)
     log = (folder / "run/training.log").read_text()
     assert ("came from" in log) == (newest is not None), log
     if newest is not None:
@@ -49,9 +49,9 @@ def test_a_fresh_node_resumes_from_the_mirror_of_an_interrupted_run(trials: Tria
     cell = Cell()
     folder = trials.new_folder()
     mirror = {"mirror": f"file://{folder}/mirror"}
-    assert trials.train(cell, folder, Fate("SIGTERM", 6), **mirror) == [0], (folder / "log").read_text()
+    trials.ended(cell, Fate("SIGTERM", 6), folder, **mirror)
     shutil.rmtree(folder / "run")
-    assert trials.train(cell, folder, **mirror) == [0], (folder / "log").read_text()
+    trials.complete(cell, folder, **mirror)
     run = folder / "run"
     log = (run / "training.log").read_text()
     assert "step 7 came from file://" in log
@@ -66,5 +66,5 @@ def test_a_fresh_node_resumes_from_the_mirror_of_an_interrupted_run(trials: Tria
     assert differences(account(folder), trials.reference(cell)) == []
     # A third disk has nothing left to do.
     shutil.rmtree(run)
-    assert trials.train(cell, folder, **mirror) == [0]
+    trials.complete(cell, folder, **mirror)
     assert "This run is complete at step 12" in (folder / "log").read_text()

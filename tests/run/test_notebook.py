@@ -29,47 +29,39 @@ def html_of(outputs: list[Any]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_notebook_shows_a_bar_while_it_trains_and_a_result_as_its_report(
+def test_a_notebook_trains_on_two_processes_and_by_itself_with_a_bar_and_a_result_as_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CI_LLM_CACHE", str(tmp_path / "cache"))
-    keys = {**KEYS, "output_dir": str(tmp_path / "run")}
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    two, one = ({**KEYS, "output_dir": str(tmp_path / name)} for name in ("two", "one"))
+    function = (
+        "def work(rows):\n    import json, os\n    import ci_llm\n"
+        f"    result = ci_llm.train(dataset=rows, **{two!r})\n"
+        f"    with open(os.path.join({str(tmp_path)!r}, 'told' + os.environ['RANK']), 'w') as file:\n"
+        "        json.dump([result.status, result.step, result.metrics['nll']], file)"
+    )
     bars = (
         "from ci_llm.logs import terminal\nseen = []\n"
         "class Seen(terminal.NotebookArea):\n    def draw(self, draw):\n"
         "        text = super().draw(draw)\n        seen.append(self._shown)\n        return text\n"
         "terminal.NotebookArea = Seen"
     )
-    _, trained, shown, counted = outputs_of(
-        f"import ci_llm\n{ROWS}\n{bars}",
-        f"result = ci_llm.train(dataset=rows, **{keys!r})",
+    _, launched, _, trained, shown, counted = outputs_of(
+        f"from accelerate import notebook_launcher\n{ROWS}\n{function}",
+        f"notebook_launcher(work, args=(rows,), num_processes=2, use_port='{free_port()}')",
+        f"import ci_llm\n{bars}",
+        f"result = ci_llm.train(dataset=rows, **{one!r})",
         "result",
         'sum("step" in each and "━" in each for each in seen) > 0',
     )
+    told = [json.loads((tmp_path / f"told{index}").read_text()) for index in (0, 1)]
+    assert told[0] == told[1]
+    assert told[0][:2] == ["completed", 4], launched
+    assert "2 process(es) x" in (tmp_path / "two" / "training.log").read_text()
     assert any("completed at step 4" in output.get("text", "") for output in trained)
     assert {*html_of(trained)} == {""}, "the bars are gone at the end"
     (report,) = html_of(shown)
     assert "<iframe srcdoc=" in report
     assert "nats per token" in report
     assert counted[0]["data"]["text/plain"] == "True"
-
-
-@pytest.mark.slow
-def test_two_processes_of_a_notebook_train_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CI_LLM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    keys = {**KEYS, "output_dir": str(tmp_path / "run")}
-    function = (
-        "def work(rows):\n    import json, os\n    import ci_llm\n"
-        f"    result = ci_llm.train(dataset=rows, **{keys!r})\n"
-        f"    with open(os.path.join({str(tmp_path)!r}, 'told' + os.environ['RANK']), 'w') as file:\n"
-        "        json.dump([result.status, result.step, result.metrics['nll']], file)"
-    )
-    _, launched = outputs_of(
-        f"from accelerate import notebook_launcher\n{ROWS}\n{function}",
-        f"notebook_launcher(work, args=(rows,), num_processes=2, use_port='{free_port()}')",
-    )
-    told = [json.loads((tmp_path / f"told{index}").read_text()) for index in (0, 1)]
-    assert told[0] == told[1]
-    assert told[0][:2] == ["completed", 4], launched
-    assert "2 process(es) x" in (tmp_path / "run" / "training.log").read_text()

@@ -65,7 +65,7 @@ WORLDS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "keys"), sampled_cases(WORLDS, WORLDS[:2]), ids=str)
+@pytest.mark.parametrize(("ranks", "keys"), sampled_cases(WORLDS, WORLDS[:1]), ids=str)
 def test_a_sharded_run_has_the_bits_of_one_without_shards(
     ranks: int, keys: dict[str, Any], server: ForkServer, tmp_path: Path
 ) -> None:
@@ -89,7 +89,7 @@ def test_heads_on_a_sharded_base_have_the_bits_of_those_on_a_whole_one(
 PLACES = (1, PRODUCTS, PRODUCTS + 1, PRODUCTS + PRODUCTS // 2, 2 * PRODUCTS)
 
 
-@pytest.mark.parametrize("place", sampled(PLACES, (PRODUCTS, PRODUCTS + PRODUCTS // 2)))
+@pytest.mark.parametrize("place", sampled(PLACES, (PRODUCTS + PRODUCTS // 2,)))
 def test_out_of_memory_anywhere_in_a_pass_is_repeated_in_smaller_parts_by_all(
     place: int, server: ForkServer, tmp_path: Path
 ) -> None:

@@ -155,17 +155,13 @@ def test_the_layers_launch_as_many_kernels_for_many_agents_as_for_few(dtype: tor
 
 
 def test_a_step_after_the_first_leaves_no_memory_behind() -> None:
-    assert left_by_the_third(Step()) == []
-
-
-def left_by_the_third(step: Step) -> list[int]:
-    """Bytes of each storage that the third step leaves and neither crowd nor optimizer owns."""
+    """The third leaves no storage that neither crowd nor optimizer owns."""
+    step, kernels = Step(), Kernels()
     for number in range(2):
         step.take(number, batch())
-    kernels = Kernels()
     step.take(2, batch(), kernels)
     owned = {each.untyped_storage()._cdata for each in _owned(step)}
-    return [storage.nbytes() for storage in kernels.living() if storage._cdata not in owned]
+    assert [storage.nbytes() for storage in kernels.living() if storage._cdata not in owned] == []
 
 
 def _owned(step: Step) -> list[Tensor]:

@@ -12,17 +12,15 @@ from typing import Any
 from ci_llm.cli import runs
 from ci_llm.cli.main import main
 from tools.testbed.moments import interfere
-from tools.testbed.trials import Cell, Trials, train_watched
+from tools.testbed.trials import train_watched
 
 #: Called once per step, before its ballot, in a run that neither repeats a step nor skips one.
 IN_A_STEP = "ci_llm.run.loop.agree_on_gradients"
 
 
-def complete(trials: Trials, cell: Cell, **keys: Any) -> Path:
-    """The folder of an undisturbed run of this cell."""
-    folder = trials.new_folder()
-    assert trials.train(cell, folder, **keys) == [0] * cell.ranks, (folder / "log").read_text()
-    return folder
+def asked(*asks: tuple[int, Sequence[str]]) -> dict[str, Any]:
+    """What a trial is told to which somebody speaks: see `train_asked`."""
+    return {"trial": train_asked, "told": {"asks": asks}}
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

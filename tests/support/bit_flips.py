@@ -21,6 +21,13 @@ from tools.testbed.forkserver import ForkServer
 PACKAGE = logging.getLogger("ci_llm")
 
 
+def flip(path: Path, bit: int) -> None:
+    """Flip one bit of a file; -1 is the last."""
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
 def write_behind(folder: Path) -> None:
     """Steps 1 and 2, copied and written behind the training."""
     model = torch.nn.Linear(40, 40)

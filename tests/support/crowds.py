@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from ci_llm.base.load import load_base
 from ci_llm.checkpoints.checkpoint import write_checkpoint
+from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import META
 from ci_llm.data.prompts import Prompter, PromptForm
@@ -48,3 +50,21 @@ def save_crowd(crowd: Crowd, folder: Path, step: int = 7) -> Path:
     fingerprint = load_base("embedded").fingerprint
     write_checkpoint(folder, {**crowd.adapter_files(), META: crowd.meta(fingerprint)}, step=step)
     return folder
+
+
+@torch.no_grad()
+def full_passes(
+    crowd: Crowd, agents: Iterable[int | None], prompt: Sequence[int], count: int
+) -> tuple[list[int], list[float]]:
+    """What these agents write together, and its log-probabilities: each token by a pass of each over the whole text."""
+    ids, nats, everybody = list(prompt), list[float](), [*agents]
+    for _ in range(count):
+        each = []
+        for k in everybody:
+            with crowd.active_agent(k) as model:
+                logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+            each.append(logits.float().log_softmax(-1))
+        found = aggregate(torch.stack(each), "probability")
+        ids.append(int(found.argmax()))
+        nats.append(float(found.max()))
+    return ids[len(prompt) :], nats

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 import ci_llm.orbax as ocp
+from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
+from ci_llm.checkpoints.layout import numbered_steps, step_folder
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.durable import Filesystem
 from ci_llm.errors import CheckpointError
@@ -42,6 +45,31 @@ def orbax_loop(manager: CheckpointManager, num_steps: int = 1_000_000) -> None:
         if manager.reached_preemption(step):
             manager.wait_until_finished()
             sys.exit()
+
+
+def ends_twice(run: Callable[..., list[int]], root: Path, *, kill_at: int, stop_after: int) -> list[Path]:
+    """The last checkpoint of a loop that saves every fifth step, undisturbed and disturbed: they have the same bits.
+
+    Args:
+        run: a call of the loop, in a folder and with a signal that it gets, if any; returns its exit codes.
+        kill_at: the step of its first call in which the disturbed loop is killed.
+        stop_after: steps of its second call, after which it is asked to stop.
+    """
+    straight, again = root / "straight", root / "again"
+    for folder in (straight, again):
+        folder.mkdir()
+    assert {*run(straight)} == {0}, (straight / "log").read_text()
+    assert run(again, sent="SIGKILL", step=kill_at)[0] == -signal.SIGKILL
+    assert 5 in numbered_steps(again / "run"), "saved before the save at step 10 began"
+    assert {*run(again, sent="SIGTERM", step=stop_after)} == {75}, (again / "log").read_text()
+    stopped_at = {saved + stop_after + late for saved in (5, 10) for late in (0, 1)}
+    assert numbered_steps(again / "run")[-1] in stopped_at, "the step in which the signal came, or the next"
+    assert {*run(again)} == {0}, (again / "log").read_text()
+    last = [step_folder(each / "run", numbered_steps(straight / "run")[-1]) for each in (straight, again)]
+    assert not [found for found in compare(*map(load_checkpoint, last)).differences if found.counts]
+    assert {*run(again)} == {0}, "nothing is left to do"
+    assert numbered_steps(again / "run")[-1] == numbered_steps(straight / "run")[-1]
+    return last
 
 
 def preempted_together(directory: str, signalled: int) -> int:

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -252,56 +252,73 @@ class Trials:
         """The command line of train.py, complete."""
         return cell.arguments(**{"model_name": self._base} | keys)
 
-    def train(self, cell: Cell, folder: Path, fate: Fate | None = None, **keys: Any) -> list[int]:
-        """One attempt in `folder`; returns the exit codes of its processes."""
+    def train(
+        self,
+        cell: Cell,
+        folder: Path,
+        fate: Fate | None = None,
+        trial: Callable[..., int] | None = None,
+        told: Mapping[str, Any] | None = None,
+        **keys: Any,
+    ) -> list[int]:
+        """One attempt in `folder`; returns the exit codes of its processes.
+
+        Args:
+            trial: what runs in them instead of `train_watched`; `told` are its further arguments.
+        """
         return self._server.run(
-            train_watched,
+            trial or train_watched,
             folder / "log",
             ranks=cell.ranks,
             folder=str(folder),
             arguments=self.arguments(cell, **keys),
             fate=asdict(fate) if fate else None,
+            **told or {},
         )
+
+    def complete(self, cell: Cell, folder: Path | None = None, **keys: Any) -> Path:
+        """The folder of a run that came to its end: a new one, or one in which an attempt has ended before."""
+        folder = folder or self.new_folder()
+        assert self.train(cell, folder, **keys) == [0] * cell.ranks, (folder / "log").read_text()
+        return folder
+
+    def ended(self, cell: Cell, fate: Fate, folder: Path | None = None, **keys: Any) -> Path:
+        """The folder of a run that its fate has ended: killed by it, or asked to stop, so that it left by itself."""
+        folder = folder or self.new_folder()
+        code = -signal.SIGKILL if fate.signal == "SIGKILL" else 0
+        assert self.train(cell, folder, fate, **keys) == [code] * cell.ranks, (folder / "log").read_text()
+        return folder
 
     def reference(self, cell: Cell) -> dict[str, Any]:
         """The account of the undisturbed run."""
         cell = cell.undisturbed
         if cell not in self._references:
-            folder = self.new_folder()
-            self._complete(cell, folder)
-            self._references[cell] = account(folder)
+            self._references[cell] = account(self.complete(cell))
         return self._references[cell]
 
     def killed(self, cell: Cell) -> dict[str, Any]:
         """The account of a run that got a SIGKILL in the middle of a step, and was called again."""
-        folder = self.new_folder()
         saved = cell.saved_step
         fate = Fate("SIGKILL", saved + LOST_STEPS, cell.accumulation // 2, committed=saved)
-        codes = self.train(cell, folder, fate, save_steps=saved)
-        assert codes == [-signal.SIGKILL] * cell.ranks, (folder / "log").read_text()
-        return self.resumed(cell, folder)
+        return self.resumed(cell, self.ended(cell, fate, save_steps=saved))
 
     def interrupted(self, cell: Cell) -> dict[str, Any]:
         """The account of a run of which one process got a SIGTERM, so that it saved and ended by itself."""
-        folder = self.new_folder()
         if cell.saved_step % STEPS_PER_EPOCH:
             fate = Fate("SIGTERM", cell.saved_step - 1, cell.accumulation // 2, rank=cell.ranks - 1)
         else:  # the short step of an epoch: one micro-step, on the first process
             fate = Fate("SIGTERM", cell.saved_step - 1, rank=0)
-        assert self.train(cell, folder, fate) == [0] * cell.ranks, (folder / "log").read_text()
+        folder = self.ended(cell, fate)
         assert json.loads((folder / "run/status.json").read_text())["status"] == "interrupted"
         return self.resumed(cell, folder)
 
     def resumed(self, cell: Cell, folder: Path) -> dict[str, Any]:
         """Call the run again until its end; it must have gone on at the cell's step, with a promise of exactness."""
-        self._complete(cell, folder)
+        self.complete(cell, folder)
         log = (folder / "run/training.log").read_text()
         assert f"step {cell.saved_step} of {STEPS}, verified" in log, log
         assert "exactness: bitwise" in log, log
         return account(folder)
-
-    def _complete(self, cell: Cell, folder: Path) -> None:
-        assert self.train(cell, folder) == [0] * cell.ranks, (folder / "log").read_text()
 
 
 def unwitnessed(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import ci_llm.run.job  # noqa: F401
 from ci_llm import embedded
+from ci_llm.report import page
 
 get_checkpoint_conversion_mapping("llama")
+page._template()
 for split in embedded.SPLITS:
     embedded.rows(split)
