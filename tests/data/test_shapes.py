@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import zstandard
 from datasets import Dataset
@@ -302,12 +301,6 @@ REFUSED: dict[str, Json] = {
     "a line that is a list of numbers": [1, 2],
     "numbers only": {"x": 1, "y": 2},
 }
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
 @pytest.mark.fast_cases(1)

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow  # type: ignore[import-untyped]
 import pytest
@@ -18,14 +17,13 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm import embedded
-from ci_llm.config import Config
 from ci_llm.core import durable
 from ci_llm.data import tally, tokens
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE, Encoder, Example
 from ci_llm.data.prompts import Prompter
-from ci_llm.data.rows import Chat, Rows
-from ci_llm.data.sources import load_rows, recognised
-from ci_llm.data.tokens import ROWS_PER_CHUNK, TokenizedRows, tokenize
+from ci_llm.data.rows import Rows
+from ci_llm.data.sources import recognised
+from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.errors import DataError
 from tests.data.test_encoder import CHATML, PROMPT, byte_tokenizer
 from tests.support.messages import Messages
@@ -115,12 +113,15 @@ def test_a_flipped_bit_is_never_trained_on(tokenizer: PreTrainedTokenizerBase, t
                 assert np.array_equal(read[number].input_ids, expected[number][0])
 
 
-@pytest.mark.slow
-def test_copies_of_other_rows_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_copies_of_other_rows_are_counted(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "ROWS_PER_CHUNK", 20)
+
     def kept(raw: list[dict[str, Any]]) -> TokenizedRows:
         return tokenize(rows(raw), tokenizer, max_seq_length=500, cache_folder=tmp_path)
 
-    many = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(ROWS_PER_CHUNK + 3)]
+    many = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(23)]
     some = [*many[-2:], many[7], many[7], {"question": "What is 7?", "answer": "#### 8"}]
     assert kept(some).num_in(kept(many)) == 4
     assert kept(many).num_in(kept(some)) == 3
@@ -148,11 +149,6 @@ def test_one_row_is_shown_with_its_loss_mask(tokenizer: PreTrainedTokenizerBase,
     assert found.description[-1] == shown
 
 
-def test_all_of_a_plain_text_is_learned(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    found = tokenize(rows([{"text": "once upon a time"}]), tokenizer, max_seq_length=50, cache_folder=tmp_path)
-    assert found[0].supervised.tolist() == [False] + [True] * (len(found[0].input_ids) - 1)
-
-
 def test_the_second_time_nothing_is_tokenised(
     tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,14 +172,6 @@ def test_other_tokens_have_another_path_and_fingerprint(tokenizer: PreTrainedTok
         tokenize(rows(), special, max_seq_length=40, cache_folder=tmp_path),
     ]
     assert len({found.path for found in made}) == len({found.fingerprint for found in made}) == 5
-
-
-@pytest.mark.slow
-def test_many_rows_are_read_from_several_chunks(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    many = [{"text": f"text number {number}"} for number in range(ROWS_PER_CHUNK + 5)]
-    found = tokenize(rows(many), tokenizer, max_seq_length=50, cache_folder=tmp_path)
-    for number in (0, ROWS_PER_CHUNK - 1, ROWS_PER_CHUNK, ROWS_PER_CHUNK + 4):
-        assert tokenizer.decode(found[number].input_ids) == f"<bos>text number {number}<eos>"
 
 
 def test_tokens_go_to_the_disk_while_rows_are_read(
@@ -210,6 +198,8 @@ def test_tokens_go_to_the_disk_while_rows_are_read(
     found = tokenize(rows(many), tokenizer, max_seq_length=50, cache_folder=tmp_path)
     assert sorted({*at_writes}) == [*range(10, 95, 10), 95]
     assert len(found) == 95
+    for number in (0, 9, 10, 94):
+        assert tokenizer.decode(found[number].input_ids) == f"<bos>text number {number}<eos>"
     assert found.description[-1].startswith("first row, learned in")
 
 
@@ -413,32 +403,6 @@ def test_prompts_that_are_learned_are_other_tokens(tokenizer: PreTrainedTokenize
     whole = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path, train_on_prompt=True)
     assert whole.path != answers.path
     assert all(example.supervised[1:].all() for example in whole)
-
-
-@pytest.mark.slow
-def test_rows_of_a_hub_s_data_set_are_the_same_from_every_format(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    texts = [(f"What is {n} plus “{n * n}”?\n", f"{n} + {n * n} = {n + n * n}\n#### {n + n * n}") for n in range(1200)]
-    test_split = datasets.Dataset.from_dict(dict(zip(("question", "answer"), zip(*texts, strict=True), strict=True)))
-    datasets.DatasetDict(test=test_split).save_to_disk(tmp_path / "saved")
-    test_split.to_json(tmp_path / "test.jsonl", force_ascii=False)
-    test_split.to_parquet(tmp_path / "test.parquet")
-    found = [
-        tokenize(
-            load_rows(Config(dataset_name=str(name), dataset_split="test", eval_split="test"), "train"),
-            tokenizer,
-            max_seq_length=256,
-            cache_folder=tmp_path / f"own{number}",
-        )
-        for number, name in enumerate([tmp_path / "saved", tmp_path / "test.jsonl", tmp_path / "test.parquet"])
-    ]
-    assert_same(found[1], found[0])
-    assert_same(found[2], found[0])
-    assert len({each.path.name for each in found}) == 1
-    assert len(found[0]) > 1000
-    assert all(isinstance(row, Chat) and "####" in row.messages[-1].content for row in found[0].rows)
 
 
 TEXTS = [{"text": "once upon a time " * 12}, {"text": "two"}, {"text": "Ann has 3 pens and buys 4. " * 7}]
