@@ -118,7 +118,7 @@ def test_the_last_of_two_writers_to_claim_wins_and_steps_are_not_mixed(node: Nod
 
 
 def test_a_claim_that_comes_late_puts_no_step_aside_that_it_has_not_seen(node: Nodes) -> None:
-    one = node("one", 1)
+    node("one", 1)
     late, other = node("late"), node("other")
     late.fill()
     other.begin()
@@ -337,7 +337,7 @@ def test_an_empty_disk_does_not_start_from_scratch_while_the_mirror_cannot_be_re
 def test_a_disk_that_takes_nothing_of_the_mirror_is_one_error(
     refused: str, node: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = node("one", 1)
+    node("one", 1)
 
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -391,7 +391,7 @@ def test_a_disk_that_was_filled_in_part_is_filled_by_the_next_start(
 
 @pytest.mark.parametrize(("text", "steps"), [(None, [3]), ("{", [1, 2, 3])])
 def test_all_steps_are_pulled_where_the_best_one_is_unknown(text: str | None, steps: list[int], node: Nodes) -> None:
-    one = node("one", 1, 2, 3, keep=None)
+    node("one", 1, 2, 3, keep=None)
     fresh = node("fresh", keep=None)
     if text is not None:
         fresh.folder.mkdir()
@@ -403,7 +403,7 @@ def test_all_steps_are_pulled_where_the_best_one_is_unknown(text: str | None, st
 def test_a_disk_that_was_filled_in_part_does_not_resume_without_the_mirror(
     node: Nodes, refusing: list[Refusing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = node("one", 1, 2, keep=None)
+    node("one", 1, 2, keep=None)
     monkeypatch.setattr(filling, "pinned_steps", lambda folder: frozenset({1}))
     other = node("other", keep=None)
     adopt = other.manager.store.adopt
