@@ -512,18 +512,6 @@ def test_bad_input_is_one_clear_message(
     assert "Failed to" not in capfd.readouterr().err, "`datasets` tells it in its own words"
 
 
-def test_a_line_to_the_hub_that_drops_is_one_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    class DroppedError(Exception):
-        """An error like that of the hub's client, which is neither an OSError nor one of this package."""
-
-    def drops(*_: object) -> None:
-        raise DroppedError("Server disconnected without sending a response.")
-
-    monkeypatch.setattr(datasets, "load_dataset", drops)
-    with pytest.raises(DataError, match="cannot be loaded from the hub: Server disconnected without"):
-        load_rows(Config(dataset_name="openai/gsm8k"), "train")
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
 def test_a_cache_that_cannot_be_made_is_not_blamed_on_the_data(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -537,31 +525,37 @@ def test_a_cache_that_cannot_be_made_is_not_blamed_on_the_data(
     assert "or set HF_DATASETS_CACHE to another folder" in str(caught.value.hint)
 
 
-def test_a_full_disk_is_not_blamed_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_full(*_: object, **__: object) -> None:
-        full = OSError(errno.ENOSPC, "No space left on device")
-        raise DatasetGenerationError("An error occurred while generating the dataset") from full
-
-    monkeypatch.setattr(datasets, "load_dataset", is_full)
-    (tmp_path / "a.csv").write_text("text\na\n")
-    for name, variable in ((str(tmp_path / "a.csv"), "HF_DATASETS_CACHE"), ("openai/gsm8k", "HF_HOME")):
-        with pytest.raises(DataError, match="No space left on device") as caught:
-            load_rows(Config(dataset_name=name), "train")
-        assert str(caught.value.where).startswith(f"{variable}: ")
-        assert "free some space" in str(caught.value.hint)
+class DroppedError(Exception):
+    """An error like that of the hub's client, which is neither an OSError nor one of this package."""
 
 
-def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.csv"
+FULL = DatasetGenerationError("An error occurred while generating the dataset")
+FULL.__cause__ = OSError(errno.ENOSPC, "No space left on device")
 
-    def is_forbidden(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(datasets, "load_dataset", is_forbidden)
-    path.write_text("text\na\n")
-    with pytest.raises(DataError, match=r"cannot be read as csv: .*Permission denied") as caught:
-        load_rows(Config(dataset_name=str(path)), "train")
-    assert caught.value.where == str(path)
+@pytest.mark.parametrize(
+    ("name", "error", "told", "where", "hint"),
+    [
+        ("openai/gsm8k", DroppedError("Server disconnected"), "loaded from the hub: Server disconnected", "", ""),
+        ("openai/gsm8k", FULL, "No space left on device", "HF_HOME: ", "free some space"),
+        ("a.csv", FULL, "No space left on device", "HF_DATASETS_CACHE: ", "free some space"),
+        ("a.csv", PermissionError(errno.EACCES, "no", "a.csv"), r"cannot be read as csv: .*no: 'a\.csv'", "a.csv", ""),
+    ],
+    ids=["a line that drops", "a full disk at home", "a full disk of the cache", "a file that may not be read"],
+)
+def test_an_error_of_the_machine_is_not_blamed_on_the_data(
+    name: str, error: Exception, told: str, where: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", fails)
+    Path("a.csv").write_text("text\na\n")
+    with pytest.raises(DataError, match=told) as caught:
+        load_rows(Config(dataset_name=name), "train")
+    assert str(caught.value.where).startswith(where)
+    assert hint in str(caught.value.hint)
 
 
 def test_an_unknown_split_to_evaluate_on_is_named() -> None:
