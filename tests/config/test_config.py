@@ -744,10 +744,7 @@ def test_one_name_alone_is_a_list_of_one_in_python_too() -> None:
 def test_notices() -> None:
     assert Config().notices() == []
     said = load_config(None, ["parallel_mode=true", "deepspeed_config_file=ds.json"]).notices()
-    assert [line.split(" has no effect: ")[0] for line in said] == [
-        "parallel_mode",
-        "deepspeed_config_file",
-    ]
+    assert [line.split(" has no effect: ")[0] for line in said] == ["parallel_mode", "deepspeed_config_file"]
     assert load_config(None, ["max_train_steps=5", "num_warmup_steps=5"]).notices() != []
 
 
