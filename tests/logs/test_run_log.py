@@ -100,8 +100,9 @@ def test_records_of_the_package_are_shown_and_marked_by_their_level(tmp_path: Pa
 
 
 def test_a_closed_log_takes_no_records_and_restores_the_logger(
-    tmp_path: Path, screen: io.StringIO, caplog: pytest.LogCaptureFixture, log: RunLog
+    tmp_path: Path, screen: io.StringIO, caplog: pytest.LogCaptureFixture
 ) -> None:
+    log = make_log(tmp_path, screen)
     logger.warning("while it is open")
     assert caplog.messages == [], "the root logger would show every line twice"
     log.close()
