@@ -192,11 +192,7 @@ class Histories(RuleBasedStateMachine):
         self.disk = MortalDisk()
         self.store = open_store(self.root, self.disk, next(self.numbers), limit)
 
-    @rule(
-        distance=st.integers(1, 400),
-        lives=st.none() | st.integers(0, 90),
-        limit=st.none() | st.integers(1, 3),
-    )
+    @rule(distance=st.integers(1, 400), lives=st.none() | st.integers(0, 90), limit=st.none() | st.integers(1, 3))
     def save(self, distance: int, lives: int | None, limit: int | None) -> None:
         step = (self.newest or 0) + distance
         self.serial += 1

@@ -48,11 +48,7 @@ def answered(**fields: Any) -> Json:
 
 TEXT = {"type": "text"}
 SAID = {"chosen": {"from": "gpt", "value": "yes"}, "rejected": {"from": "gpt", "value": "no"}}
-OPENAI = {
-    "input": {"messages": said("u hi")},
-    "preferred_output": said("a yes"),
-    "non_preferred_output": said("a no"),
-}
+OPENAI = {"input": {"messages": said("u hi")}, "preferred_output": said("a yes"), "non_preferred_output": said("a no")}
 TALK = {"conversations": [{"from": "human", "value": "hi"}]}
 RATED = Rated(chat("u hi", "a yes", begin=1), good=False)
 
