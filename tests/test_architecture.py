@@ -400,6 +400,7 @@ def test_every_file_that_the_map_names_exists() -> None:
 
 LIGHT = (
     "ci_llm",
+    "ci_llm.checkpoints.store",
     "ci_llm.config",
     "ci_llm.interrupts",
     "ci_llm.logs.hardware",

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,11 +16,11 @@ from hypothesis import HealthCheck, event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ci_llm.checkpoints.layout import numbered_steps
-from ci_llm.checkpoints.lease import Owner
 from ci_llm.checkpoints.manifest import FileImage, verify_folder
 from ci_llm.checkpoints.store import CheckpointStore
 from ci_llm.core.durable import Filesystem
 from ci_llm.errors import CheckpointError, DamagedCheckpoint
+from tests.checkpoints.test_store import Run, elsewhere
 from tests.support.campaign import size
 from tools.testbed.disks import Crash, Log, MortalDisk, build
 
@@ -31,18 +30,13 @@ STATES_PER_POINT = 24
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # thousands of small trees, and none must last
 
 
-def holder(number: int) -> Owner:
-    """A writer on another machine, which only its heartbeat shows to be alive."""
-    return Owner(machine=f"node{number}", pid=1)
-
-
 def content(step: int, serial: int = 0) -> dict[str, FileImage]:
     text = f"step {step} serial {serial} ".encode()
     return {"a.bin.safetensors": FileImage((text * 9,)), "agent0/b.json": FileImage((text,))}
 
 
 def open_store(root: Path, disk: Filesystem, number: int = 1, limit: int | None = None) -> CheckpointStore:
-    return CheckpointStore(root, save_total_limit=limit, owner=holder(number), disk=disk)
+    return CheckpointStore(root, save_total_limit=limit, owner=elsewhere(number), disk=disk)
 
 
 def newest(root: Path) -> int | None:
@@ -98,7 +92,7 @@ def replay_a_life(root: Path, disk: Replay) -> None:
     disk.expect(lambda: store.finish({"README.md": b"what it is"}), 2, 2)
     disk.expect(lambda: store.finish({"README.md": b"what it is now"}), 2, 2)
     store = open_store(root, disk, number=2)
-    silence(root)
+    Run(root, []).silence()
     disk.expect(lambda: store.save(3, content(3)), 2, 3)
     disk.expect(lambda: store.supersede(2), 3, 2)
     disk.expect(lambda: store.save(3, content(3, 1)), 2, 3)
@@ -151,13 +145,6 @@ def sound(folder: Path) -> bool:
     return True
 
 
-def silence(root: Path, seconds: float = 1000.0) -> None:
-    """Let every heartbeat be as old as that of a machine that vanished."""
-    for work in root.glob(".attempt-*/*"):
-        if work.is_dir():
-            os.utime(work, (time.time() - seconds, time.time() - seconds))
-
-
 # Random histories
 
 
@@ -200,16 +187,12 @@ class Histories(RuleBasedStateMachine):
         return True
 
     def new_writer(self, limit: int | None = None) -> None:
-        silence(self.root)
+        Run(self.root, []).silence()
         self.retired.append(self.store)
         self.disk = MortalDisk()
         self.store = open_store(self.root, self.disk, next(self.numbers), limit)
 
-    @rule(
-        distance=st.integers(1, 400),
-        lives=st.none() | st.integers(0, 90),
-        limit=st.none() | st.integers(1, 3),
-    )
+    @rule(distance=st.integers(1, 400), lives=st.none() | st.integers(0, 90), limit=st.none() | st.integers(1, 3))
     def save(self, distance: int, lives: int | None, limit: int | None) -> None:
         step = (self.newest or 0) + distance
         self.serial += 1

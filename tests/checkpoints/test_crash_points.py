@@ -20,7 +20,7 @@ from tests.support import campaign
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-POINTS = 200  # of 7,000
+POINTS = 100  # of 7,000
 
 
 def why_not() -> str | None:

@@ -208,7 +208,7 @@ def test_a_sharded_tensor_is_refused(world: World) -> None:
 
 def test_flips_and_losses_of_any_part_are_noticed(tmp_path: Path) -> None:
     """Over every file of a checkpoint that three processes wrote."""
-    assert noticed(write_in_parts, 60, 0, tmp_path / "run") == 60
+    assert noticed(write_in_parts, 30, 0, tmp_path / "run") == 30
 
 
 @pytest.mark.parametrize("fate", ["missing", "of another step"])

@@ -33,7 +33,7 @@ from ci_llm.core.durable import DISK, Filesystem, write_bytes
 from ci_llm.core.run_status import started_since_boot_s
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, WriterBusy
 from tests.support.bit_flips import flip
-from tools.testbed.disks import CachedDisk, FailingDisk, FullDisk
+from tools.testbed.disks import CachedDisk, FailingDisk, FullDisk, MortalDisk
 from tools.testbed.events import DEADLINE_S
 
 
@@ -57,11 +57,13 @@ class Run:
         self.directory, self.said = directory, said
         self.stores: list[CheckpointStore] = []
 
-    def open(self, **options: Any) -> CheckpointStore:
+    def open(self, *steps: int, **options: Any) -> CheckpointStore:
+        """A store that has saved these steps."""
         options.setdefault("disk", CachedDisk())
-        store = CheckpointStore(self.directory, **options)
-        self.stores.append(store)
-        return store
+        self.stores.append(CheckpointStore(self.directory, **options))
+        for step in steps:
+            self.stores[-1].save(step, files(step))
+        return self.stores[-1]
 
     def silence(self, seconds: float = 1000.0) -> None:
         """Let every heartbeat be that old."""
@@ -102,9 +104,7 @@ def test_a_checkpoint_is_committed_whole_with_its_manifest(run: Run) -> None:
 
 
 def test_steps_are_sorted_as_numbers(run: Run) -> None:
-    store = run.open(save_total_limit=2)
-    for step in (9, 200, 1000):
-        store.save(step, files(step))
+    store = run.open(9, 200, 1000, save_total_limit=2)
     assert numbered_steps(store.directory) == [200, 1000]
     assert store.look() == 1000
     store.save(1001, files(1001))
@@ -112,17 +112,14 @@ def test_steps_are_sorted_as_numbers(run: Run) -> None:
 
 
 def test_a_damaged_folder_of_a_higher_number_does_not_push_out_the_new_one(run: Run) -> None:
-    store = run.open(save_total_limit=1)
-    store.save(1, files(1))
-    store.save(5, files(5))
+    store = run.open(1, 5, save_total_limit=1)
     flip(run.directory / "checkpoint_step_5" / "optimizer.safetensors", 5)
     assert store.save(2, files(2)).saved
     assert store.look() == 2
 
 
 def test_a_copied_folder_with_a_higher_number_does_not_hide_later_steps(run: Run) -> None:
-    store = run.open(save_total_limit=2)
-    store.save(3, files(3))
+    store = run.open(3, save_total_limit=2)
     shutil.copytree(run.directory / "checkpoint_step_3", run.directory / "checkpoint_step_9")
     assert store.save(4, files(4)).saved
     assert store.look() == 4
@@ -131,8 +128,7 @@ def test_a_copied_folder_with_a_higher_number_does_not_hide_later_steps(run: Run
 
 
 def test_saving_a_step_again_changes_nothing_and_says_so(run: Run) -> None:
-    store = run.open()
-    store.save(1, files(1))
+    store = run.open(1)
     before = (run.directory / "checkpoint_step_1" / MANIFEST).read_bytes()
     result = store.save(1, files(99))
     assert (result.saved, result.note) == (False, "step 1 is saved already")
@@ -140,8 +136,7 @@ def test_saving_a_step_again_changes_nothing_and_says_so(run: Run) -> None:
 
 
 def test_a_step_with_a_damaged_folder_can_be_saved_again(run: Run) -> None:
-    store = run.open()
-    store.save(1, files(1))
+    store = run.open(1)
     flip(run.directory / "checkpoint_step_1" / "optimizer.safetensors", 5)
     assert store.save(1, files(1)).saved
     assert store.look() == 1
@@ -170,8 +165,7 @@ def test_the_final_checkpoint_counts_with_its_step_and_is_written_again(run: Run
 
 
 def test_a_step_held_only_by_the_final_checkpoint_gets_a_folder_before_that_is_replaced(run: Run) -> None:
-    store = run.open()
-    store.save(1, files(1))
+    store = run.open(1)
     step = run.directory / "checkpoint_step_1"
     inode = step.stat().st_ino
     store.finish()
@@ -190,8 +184,7 @@ def test_a_final_checkpoint_that_finds_no_space_is_dropped_and_the_one_before_st
 ) -> None:
     disk = FullDisk()
     disk.full = False
-    store = run.open(disk=disk)
-    store.save(1, files(1))
+    store = run.open(1, disk=disk)
     assert store.finish({"README.md": b"one"}).saved
     if holds_its_step:
         store.delete(1)
@@ -211,9 +204,7 @@ def test_a_step_below_0_is_refused(run: Run) -> None:
 
 
 def test_going_back_moves_newer_ones_and_a_newer_final_aside(run: Run) -> None:
-    store = run.open()
-    for step in (1, 2, 3):
-        store.save(step, files(step))
+    store = run.open(1, 2, 3)
     store.finish()
     moved = store.supersede(1)
     assert sorted(path.name for path in moved) == ["checkpoint_step_2", "checkpoint_step_3", "final_checkpoint"]
@@ -260,8 +251,7 @@ def test_readers_of_the_result_find_the_final_checkpoint_first(run: Run) -> None
 def test_a_final_checkpoint_that_cannot_be_replaced_is_moved_back(run: Run) -> None:
     for lives in itertools.count():
         disk = FailingDisk(10**9, errno.EIO)
-        store = run.open(disk=disk)
-        store.save(1, files(1))
+        store = run.open(1, disk=disk)
         assert store.finish({"README.md": b"one"}).saved
         disk.lives = disk.changes + lives
         result = store.finish({"README.md": b"two"})
@@ -290,9 +280,7 @@ def test_a_disk_that_refuses_a_move_loses_no_checkpoint(
     steps = ["checkpoint_step_1", "checkpoint_step_2", "checkpoint_step_3"]
     for lives in itertools.count():
         run, disk = Run(tmp_path / str(lives), []), kind(10**9, errno.EIO)
-        store = run.open(disk=disk, owner=elsewhere(1))
-        for step in (1, 2, 3):
-            store.save(step, files(step))
+        store = run.open(1, 2, 3, disk=disk, owner=elsewhere(1))
         disk.lives = disk.changes + lives
         moved = False
         with contextlib.suppress(OSError):
@@ -322,7 +310,7 @@ def test_a_disk_that_refuses_a_move_loses_no_checkpoint(
 def test_a_second_live_writer_is_refused_with_the_name_of_the_first(run: Run) -> None:
     run.open().acquire_lease()
     with pytest.raises(WriterBusy, match=f"this very process .process {os.getpid()} on") as refusal:
-        run.open().save(1, files(1))
+        run.open(1)
     assert str(run.directory) in str(refusal.value)
     assert names(run.directory) == [".attempt-1"]
 
@@ -340,8 +328,7 @@ def test_a_writer_on_another_machine_lives_as_long_as_its_heartbeat_is_fresh(run
 
 
 def test_a_clock_that_was_set_back_does_not_keep_a_lease_alive(run: Run) -> None:
-    store = run.open(owner=elsewhere(1))
-    store.save(1, files(1))
+    store = run.open(1, owner=elsewhere(1))
     run.silence(seconds=-30)
     with pytest.raises(WriterBusy, match="writes to this folder"):
         run.open(owner=elsewhere(2)).acquire_lease()
@@ -439,31 +426,17 @@ def test_an_owner_that_cannot_be_read_is_judged_by_its_heartbeat(run: Run) -> No
     assert run.open(owner=elsewhere(2)).acquire_lease() == 2
 
 
-class Interposed(CachedDisk):
+class Interposed(MortalDisk):
     """A disk that calls a function before change number `moment`."""
 
     def __init__(self, moment: int, happen: Callable[[], object]) -> None:
-        self.moment, self.changes, self._happen = moment, 0, happen
+        super().__init__()
+        self._moment, self._happen = moment, happen
 
-    def _count(self) -> None:
+    def spend(self) -> None:
         self.changes += 1
-        if self.changes == self.moment:
+        if self.changes == self._moment:
             self._happen()
-
-    def mkdir(self, path: Path) -> None:
-        self._count()
-        super().mkdir(path)
-
-    def touch(self, path: Path) -> None:
-        self._count()
-        super().touch(path)
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._count()
-        super().rename(source, target)
-
-    def sync_folder(self, path: Path) -> None:
-        self._count()
 
 
 @pytest.mark.parametrize("sweeps", [False, True])
@@ -541,12 +514,10 @@ def test_of_many_attempts_that_start_at_once_one_writes(run: Run) -> None:
 
 
 def test_an_attempt_that_slept_through_a_takeover_can_change_nothing(run: Run) -> None:
-    sleeper = run.open(owner=elsewhere(1), save_total_limit=1)
-    sleeper.save(1, files(1))
+    sleeper = run.open(1, owner=elsewhere(1), save_total_limit=1)
     staging = sleeper.staging
     run.silence()
-    owner = run.open(owner=elsewhere(2))
-    owner.save(2, files(2))
+    owner = run.open(2, owner=elsewhere(2))
     owner.finish()
     before = sorted(run.directory.rglob("*"))
     attempts: list[Callable[[], object]] = [
@@ -582,8 +553,7 @@ class FallsAsleep(CachedDisk):
 
 @pytest.mark.parametrize("rename", [2, 3], ids=["before the commit", "before pruning"])
 def test_a_takeover_in_the_middle_of_a_save_stops_it_there(run: Run, rename: int) -> None:
-    first = run.open(owner=elsewhere(1))
-    first.save(1, files(1))
+    first = run.open(1, owner=elsewhere(1))
     first.close()
 
     def meanwhile() -> None:
@@ -628,8 +598,7 @@ def test_a_stopped_process_is_taken_over_and_can_write_nothing_when_it_wakes(run
             os.kill(sleeper.pid, signal.SIGSTOP)
             os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)  # from here on its heart beats no more
             run.silence()
-            owner = run.open()
-            owner.save(3, files(3))
+            owner = run.open(3)
             os.kill(sleeper.pid, signal.SIGCONT)
             told, _ = sleeper.communicate("continue\n", timeout=DEADLINE_S)
             assert sleeper.returncode == WriterBusy.exit_code
@@ -700,9 +669,7 @@ def test_a_forked_child_neither_holds_nor_releases_the_lease(run: Run) -> None:
 
 
 def test_leftovers_of_dead_attempts_are_swept_and_half_moved_checkpoints_arrive(run: Run) -> None:
-    dead = run.open(owner=elsewhere(1))
-    for step in (1, 2):
-        dead.save(step, files(step))
+    dead = run.open(1, 2, owner=elsewhere(1))
     (dead.staging / "draft-half").mkdir()
     (dead.staging / "superseded").mkdir()
     (run.directory / "checkpoint_step_2").rename(dead.staging / "superseded" / "checkpoint_step_2")
@@ -737,8 +704,7 @@ def test_a_disk_that_fails_while_the_lease_is_acquired_is_one_message(run: Run) 
 @pytest.mark.slow
 def test_every_flipped_bit_and_every_lost_byte_is_noticed_and_heals(run: Run) -> None:
     """300 draws over every byte of every file, the manifest included."""
-    writer = run.open()
-    writer.save(1, files(1))
+    writer = run.open(1)
     writer.save(2, files(2), info={"epoch": 0.25, "fingerprints": {"data": "abc"}})
     folder, kept = run.directory / "checkpoint_step_2", run.directory / "kept"
     shutil.copytree(folder, kept)
@@ -763,9 +729,7 @@ def test_every_flipped_bit_and_every_lost_byte_is_noticed_and_heals(run: Run) ->
 
 
 def test_a_damaged_checkpoint_is_named_and_moved_and_the_one_before_is_taken(run: Run) -> None:
-    writer = run.open()
-    for step in (1, 2):
-        writer.save(step, files(step))
+    writer = run.open(1, 2)
     writer.close()
     flip(run.directory / "checkpoint_step_2" / "optimizer.safetensors", 100)
     assert run.open().look(heal=False) == 1
@@ -798,7 +762,7 @@ def test_a_read_error_does_not_quarantine_a_checkpoint(run: Run, monkeypatch: py
     def fail() -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    run.open().save(1, files(1))
+    run.open(1)
     reading_is_preceded_by(fail, monkeypatch)
     assert run.stores[0].look() == 1
     assert (run.said, visible(run.directory)) == ([], ["checkpoint_step_1"])
@@ -807,16 +771,13 @@ def test_a_read_error_does_not_quarantine_a_checkpoint(run: Run, monkeypatch: py
 def test_a_reader_finds_the_step_that_a_writer_commits_while_it_reads(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = run.open(save_total_limit=1)
-    writer.save(1, files(1))
+    writer = run.open(1, save_total_limit=1)
     reading_is_preceded_by(lambda: writer.save(2, files(2)), monkeypatch)
     assert run.open().look(heal=False) == 2
 
 
 def test_a_damaged_checkpoint_is_skipped_and_not_moved_while_another_process_writes(run: Run) -> None:
-    writer = run.open(owner=elsewhere(1))
-    for step in (1, 2):
-        writer.save(step, files(step))
+    writer = run.open(1, 2, owner=elsewhere(1))
     flip(run.directory / "checkpoint_step_2" / "optimizer.safetensors", 100)
     assert run.open(owner=elsewhere(2)).look() == 1
     assert "passed over where it is: process 4711 on node1" in run.said[-1]
@@ -824,8 +785,7 @@ def test_a_damaged_checkpoint_is_skipped_and_not_moved_while_another_process_wri
 
 
 def test_a_damaged_final_checkpoint_is_quarantined_too(run: Run) -> None:
-    store = run.open()
-    store.save(1, files(1))
+    store = run.open(1)
     store.finish()
     flip(run.directory / "final_checkpoint" / MANIFEST, 100)
     assert store.look() == 1
@@ -857,8 +817,7 @@ def test_a_run_that_has_the_name_of_a_checkpoint_is_left_alone(name: str, mark: 
 def test_a_file_without_read_permission_is_not_quarantined(
     run: Run, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = run.open()
-    store.save(1, files(1))
+    store = run.open(1)
 
     def refuse(*_: object) -> bytes:
         raise OSError(code, os.strerror(code))
@@ -874,8 +833,7 @@ def test_a_file_without_read_permission_is_not_quarantined(
 
 
 def test_a_checkpoint_that_cannot_be_read_back_is_dropped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = run.open()
-    store.save(1, files(1))
+    store = run.open(1)
     failing_once(monkeypatch)
     result = store.save(2, files(2))
     assert result.note == f"checkpoint_step_2 is dropped: {OSError(errno.ESTALE, os.strerror(errno.ESTALE))}"
@@ -917,7 +875,7 @@ def entry(data: bytes) -> dict[str, Any]:
 
 @pytest.fixture
 def target(run: Run) -> Path:
-    run.open().save(1, files(1))
+    run.open(1)
     return run.directory / "checkpoint_step_1"
 
 
@@ -1011,7 +969,7 @@ def test_older_checkpoints_stay_and_the_next_save_works_whichever_change_fails(
     for lives in range(200):
         said.clear()
         run = Run(tmp_path / f"{lives}", said)
-        run.open().save(1, files(1))
+        run.open(1)
         run.stores[0].close()
         disk = FailingDisk(10**9, code)
         store = run.open(disk=disk, save_total_limit=1)
@@ -1039,8 +997,7 @@ def test_bytes_lost_without_an_error_are_noticed_by_reading_back(run: Run) -> No
                 return len(data)
             return super().write(handle, data)
 
-    store = run.open(disk=Liar())
-    store.save(1, files(1))
+    store = run.open(1, disk=Liar())
     result = store.save(2, files(2))
     assert not result.saved
     assert "another size" in result.note

@@ -12,12 +12,12 @@ from ci_llm.crowd.crowd import Crowd
 from tests.support.crowds import disturbed_crowd, save_crowd
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def crowd() -> Crowd:
     return disturbed_crowd()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def run(crowd: Crowd, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run, with a final checkpoint."""
     folder = tmp_path_factory.mktemp("asked") / "run"

@@ -77,12 +77,7 @@ def test_a_request_to_a_run_that_is_not_training_is_left_until_it_resumes(
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["stop", "RUN"],
-        ["stop", "RUN", "one"],
-        ["stop", "RUN", "1", "seed=3"],
-        ["clone", "RUN", "0"],
-    ],
+    [["stop", "RUN"], ["stop", "RUN", "one"], ["stop", "RUN", "1", "seed=3"], ["clone", "RUN", "0"]],
     ids=" ".join,
 )
 def test_a_bad_call_makes_no_request(

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
 import re
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +17,7 @@ from ci_llm.crowd.uncertainty import Calibration, Logistic
 from ci_llm.data.encoder import use_chat_template
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput, ConfigError
+from tests.supervisor.terminal import Terminal
 from tests.support.children import PYTHONPATH
 from tests.support.crowds import K, disturbed_crowd
 from tools.testbed.events import DEADLINE_S
@@ -174,79 +169,23 @@ def test_through_a_pipe_an_error_ends_it(
 # At a terminal
 
 
-class Talk:
-    """`ci-llm chat` at a pseudo-terminal of 80 columns, which it controls: Ctrl-C is a key."""
+def drop_line(talk: Terminal) -> None:
+    """Press Ctrl-C until there is a new prompt.
 
-    def __init__(self, *words: str | Path) -> None:
-        self.pid, self._fd = pty.fork()
-        if not self.pid:
-            os.environ |= {"TERM": "xterm", "COLUMNS": "80", "PYTHONPATH": PYTHONPATH, "OMP_NUM_THREADS": "1"}
-            os.execv(sys.executable, [sys.executable, "-c", HELD, "chat", *map(str, words)])
-        self.output = ""
-        self._ended = False
-        self._news = threading.Condition()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        data = b"?"
-        while data:
-            data = b""
-            with suppress(OSError):  # the end of a pseudo-terminal
-                data = os.read(self._fd, 1 << 16)
-            with self._news:
-                self.output += data.decode()
-                self._ended = not data
-                self._news.notify_all()
-
-    def type(self, text: str) -> int:
-        """Type, and return where the output stood before."""
-        before = len(self.output)
-        os.write(self._fd, text.encode())
-        return before
-
-    def read_until(self, text: str, start: int = 0) -> str:
-        """What came after `start` up to `text`."""
-        with self._news:
-            found = self._news.wait_for(lambda: text in self.output[start:] or self._ended, DEADLINE_S)
-            assert found, f"no {text!r} in {self.output[start:]!r}"
-            assert text in self.output[start:], f"ended without {text!r}: {self.output[start:]!r}"
-            return self.output[start : self.output.index(text, start)]
-
-    def drop_line(self) -> None:
-        """Press Ctrl-C until there is a new prompt.
-
-        Once is nearly always enough. Python looks for signals when one interrupts its wait for a key; it sees one that
-        came just before that wait only at the next key.
-        """
-        start = len(self.output)
-        with self._news:
-            for _ in range(6):
-                os.write(self._fd, b"\x03")
-                if self._news.wait_for(lambda: "you> " in self.output[start:] or self._ended, DEADLINE_S / 6):
-                    break
-        self.read_until("you> ", start)
-
-    def wait(self) -> int:
-        self._reader.join(DEADLINE_S)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
-@contextmanager
-def talk_with(*words: str | Path) -> Iterator[Talk]:
-    talk = Talk(*words)
-    try:
-        yield talk
-    finally:
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(talk.pid, signal.SIGKILL)
+    Once is nearly always enough. Python looks for signals when one interrupts its wait for a key; it sees one that
+    came just before that wait only at the next key.
+    """
+    start = len(talk.text)
+    presses = (talk.type("\x03") for _ in range(6))
+    assert any(talk.comes("you> ", start, DEADLINE_S / 6) for _ in presses), talk.text
 
 
 @pytest.mark.slow
 def test_a_chat_at_a_terminal(run: Path, crowd: Crowd) -> None:
     whole, other = crowd.generate(QUESTIONS[:2], **SHORT)
     held = run.parent / "held"
-    with talk_with(run, "--max-new-tokens", "24") as talk:
+    words, env = (run, "--max-new-tokens", "24"), {"TERM": "xterm", "COLUMNS": "80", "PYTHONPATH": PYTHONPATH}
+    with Terminal(*words, cwd=run.parent, env=env, program=("-c", HELD, "chat"), types=True) as talk:
         assert "/help lists the commands" in talk.read_until("you> ")
         told = talk.read_until("you> ", talk.type(f"{QUESTIONS[0]}\n")).replace("\r\n", "\n")
         assert f"\n{whole}\n[confidence 0." in told
@@ -265,15 +204,15 @@ def test_a_chat_at_a_terminal(run: Path, crowd: Crowd) -> None:
         talk.read_until("you> ", start)
 
         talk.read_until("half a line", talk.type("half a line"))
-        talk.drop_line()
+        drop_line(talk)
         for help_again in ("/help\n", "\x1b[A\n"):  # the arrow up brings the last line back
             listed = talk.type(help_again)
             listed += len(talk.read_until("/quit", listed))
             talk.read_until("you> ", listed)
         talk.type("\x04")
         assert talk.wait() == 0
-    assert "Traceback" not in talk.output
-    shown = re.sub(r"\x1b\[[0-9;?]*\w|\r", "", talk.output).split("\n")
+    assert "Traceback" not in talk.text
+    shown = re.sub(r"\x1b\[[0-9;?]*\w|\r", "", talk.text).split("\n")
     typed = [question[:20] for question in QUESTIONS]
     assert not [line for line in shown if len(line) > 80 and not any(text in line for text in (*typed, str(run)))]
 

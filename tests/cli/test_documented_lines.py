@@ -20,7 +20,6 @@ from tests.support.messages import Messages
 from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/coming_from.md"
 
 ORIGINAL_KEYS = (
     "--model_name embedded --num_agents 4 --lora_rank 8 --lora_alpha 16 --lora_dropout 0.05 --dropconnect_p 0.1"

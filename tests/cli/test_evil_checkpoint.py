@@ -23,7 +23,6 @@ from ci_llm.crowd.adapter_files import read_adapters
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import META
 from ci_llm.data.prompts import tokenizer_files
-from tests.support.crowds import disturbed_crowd
 
 EVIL = "evil_module:f"
 VERBS = {
@@ -45,11 +44,6 @@ VERBS = {
     "checkpoints import RUN --to NEW": None,
     "checkpoints pull RUN --to NEW": None,
 }
-
-
-@pytest.fixture(scope="module")
-def crowd() -> Crowd:
-    return disturbed_crowd()
 
 
 @pytest.fixture

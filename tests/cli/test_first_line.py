@@ -12,6 +12,7 @@ import pytest
 from ci_llm.cli.main import COMMANDS
 from tests.report.folders import leave_run
 from tests.support.campaign import sampled
+from tests.support.small_run import WORDS
 from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +63,7 @@ def end(*_):
     print(json.dumps([*sys.modules]), file=sys.__stdout__, flush=True)
     os._exit(0)
 loop.report = end
-main(["train", "num_agents=2", "max_train_steps=1", "report_to=none", "output_dir=" + sys.argv[1]])
+main(["train", "max_train_steps=1", "output_dir=" + sys.argv[1], *sys.argv[2:]])
 """
 #: Ends where torch is about to be imported, and tells whether the collector of garbage is on.
 AT_TORCH = """
@@ -103,7 +104,7 @@ def test_a_report_imports_little(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_first_step_of_a_run_imports_only_what_it_needs(tmp_path: Path) -> None:
-    found = modules_after(FIRST_STEP, tmp_path)
+    found = modules_after(FIRST_STEP, tmp_path, *WORDS)
     assert "torch" in found
     assert sorted(NOT_NEEDED & found) == []
 

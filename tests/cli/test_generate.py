@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -22,9 +21,8 @@ from ci_llm.cli import main
 from ci_llm.core.run_status import Status, pid_space
 from ci_llm.crowd import given_path
 from ci_llm.embedded import BASE_FOLDER, rows
-from tests.support.children import PYTHONPATH, Child, command
+from tests.support.children import Child, command, python
 from tests.support.crowds import K, save_crowd
-from tools.testbed.events import DEADLINE_S
 from tools.testbed.forkserver import ForkServer
 
 QUESTIONS = [row["question"] for row in rows("test")[:3]]
@@ -153,13 +151,7 @@ def test_a_bad_call_is_refused_before_torch_is_imported(
     code += "assert 'torch' not in sys.modules; sys.exit(found)"
     (tmp_path / "empty").mkdir()
     given = [word.format(run=run, empty=tmp_path / "empty") for word in words]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *given],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    done = python("-c", code, *given)
     assert done.returncode == 2, done.stderr
     told = "there is no checkpoint at this path" if "{empty}" in words else ": must be at least"
     assert told in done.stderr

@@ -25,24 +25,11 @@ from ci_llm.errors import ConfigError
 from ci_llm.run.job import Result
 from ci_llm.supervisor.options import parse_options
 from ci_llm.sweep.sweep import Sweep
+from tests.support.children import python
 from tools.testbed.events import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 COMPLETED = Status("completed", None, 7, 1, 1, "here", "space", 0.0, 0.0)
-
-
-def run(*words: str | Path, stdout: int = subprocess.PIPE, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Python with these words, in this checkout."""
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        check=False,
-        timeout=DEADLINE_S,
-    )
 
 
 @pytest.fixture
@@ -57,7 +44,7 @@ def nobody_reads() -> Iterator[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_closes_the_pipe_is_not_a_failure(unbuffered: str, nobody_reads: int) -> None:
-    done = run("-m", "ci_llm", "train", "--help", stdout=nobody_reads, PYTHONUNBUFFERED=unbuffered)
+    done = python("-m", "ci_llm", "train", "--help", stdout=nobody_reads, PYTHONUNBUFFERED=unbuffered)
     assert (done.returncode, done.stderr) == (guard.BROKEN_PIPE_EXIT_CODE, "")
 
 
@@ -68,7 +55,7 @@ def test_a_reader_that_closes_the_pipe_is_not_a_failure(unbuffered: str, nobody_
 )
 def test_an_output_that_cannot_be_written_is_one_message(words: list[str | Path], unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
-        done = run(*words, stdout=full.fileno(), PYTHONUNBUFFERED=unbuffered)
+        done = python(*words, stdout=full.fileno(), PYTHONUNBUFFERED=unbuffered)
     assert done.returncode == 2
     assert done.stderr.startswith("error: the output could not be written: No space left on device\n")
     assert "Traceback" not in done.stderr
@@ -77,9 +64,9 @@ def test_an_output_that_cannot_be_written_is_one_message(words: list[str | Path]
 @pytest.mark.slow
 def test_a_status_that_cannot_be_printed_has_its_own_exit_code(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps(asdict(COMPLETED)))
-    assert run("-m", "ci_llm", "status", tmp_path).returncode == 0
+    assert python("-m", "ci_llm", "status", tmp_path).returncode == 0
     with open("/dev/full", "w") as full:
-        done = run("-m", "ci_llm", "status", tmp_path, stdout=full.fileno())
+        done = python("-m", "ci_llm", "status", tmp_path, stdout=full.fileno())
     assert (done.returncode, done.stderr.count("\n")) == (2, 3)
 
 
@@ -122,10 +109,10 @@ def test_the_first_page_has_every_verb_in_its_group(capsys: pytest.CaptureFixtur
 @pytest.mark.slow
 def test_debug_prints_debug_lines(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps(asdict(COMPLETED)))
-    done = run("-m", "ci_llm", "status", "--debug", tmp_path)
+    done = python("-m", "ci_llm", "status", "--debug", tmp_path)
     assert f"ci_llm.cli.runs: reads {tmp_path / 'status.json'}" in done.stderr
-    assert "debug" not in run("-m", "ci_llm", "status", tmp_path).stderr
-    bad = run("-m", "ci_llm", "train", "--debug", "num_agent=3").stderr
+    assert "debug" not in python("-m", "ci_llm", "status", tmp_path).stderr
+    bad = python("-m", "ci_llm", "train", "--debug", "num_agent=3").stderr
     assert "debug" in bad.splitlines()[0]
     assert "Traceback" in bad
 
@@ -133,7 +120,7 @@ def test_debug_prints_debug_lines(tmp_path: Path) -> None:
 def test_a_run_survives_the_loss_of_its_output(nobody_reads: int) -> None:
     command = "lambda: guard.print_line('loading') or print('stray') or 0"
     code = f"from ci_llm.cli import command as guard; guard.run_guarded({command}, debug=False)"
-    assert run("-c", code, stdout=nobody_reads).stderr == ""
+    assert python("-c", code, stdout=nobody_reads).stderr == ""
 
 
 def test_descriptors_of_closed_standard_files_are_not_reused(tmp_path: Path) -> None:

@@ -6,13 +6,7 @@ import shlex
 
 import pytest
 
-from ci_llm.cluster.launch import (
-    exit_code_after_stop,
-    job_and_round,
-    launch_notes,
-    names_of_round,
-    read_launch,
-)
+from ci_llm.cluster.launch import exit_code_after_stop, job_and_round, launch_notes, names_of_round, read_launch
 from tests.cluster.test_launch import TORCHRUN
 
 ROUNDS = {"TORCHELASTIC_MAX_RESTARTS": "3"}

@@ -10,15 +10,8 @@ from ci_llm.config import Config, groups, load_config, parse_config, read_call
 from ci_llm.config.foreign import ALIASES, ALWAYS, NO_EFFECT, TRANSLATIONS, UNSUPPORTED, VALUE_ALIASES
 from ci_llm.config.schema import FOUND
 from ci_llm.errors import ConfigError
-from tests.config.test_config import changed
+from tests.config.test_config import changed, refusal
 from tests.support.messages import Messages, require_typable
-
-
-def refusal(*arguments: str) -> ConfigError:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, arguments)
-    return caught.value
-
 
 #: Names of Trainer, PEFT, LLaMA-Factory, axolotl and Lightning, of each kind a few, and what they come to.
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
@@ -67,7 +60,7 @@ def test_a_standard_name_is_accepted_where_the_thing_exists(word: str, comes_to:
 
 @pytest.mark.parametrize("word", ANSWERED)
 def test_an_unsupported_name_is_answered_with_the_alternative(word: str, messages: Messages) -> None:
-    error = refusal(word)
+    error = refusal(None, word)
     messages.same(error)
     assert "did you mean" not in str(error)
     assert error.what.startswith(f"{word.partition('=')[0]} is not a key here")
@@ -197,12 +190,15 @@ def test_an_option_without_effect_takes_values_of_any_type(line: str, tmp_path: 
 def test_a_word_behind_a_switch_without_effect_is_not_lost() -> None:
     assert load_config(None, ["--use_deepspeed=false", "--seed", "3"]).seed == 3
     assert load_config(None, ["--deepspeed_config_file", "ds.json", "seed=3"]).seed == 3
-    assert refusal("--parallel_mode", "configs/x.yaml").hint == "write --config configs/x.yaml"
+    assert refusal(None, "--parallel_mode", "configs/x.yaml").hint == "write --config configs/x.yaml"
 
 
 def test_an_option_without_effect_stands_once_and_for_all_agents() -> None:
-    assert refusal("compile=true", "torch_compile=true").what == "compile (as compile and torch_compile) is given twice"
-    assert "compile cannot differ between agents" in refusal("agents=[{compile: true}, {}]").what
+    assert (
+        refusal(None, "compile=true", "torch_compile=true").what
+        == "compile (as compile and torch_compile) is given twice"
+    )
+    assert "compile cannot differ between agents" in refusal(None, "agents=[{compile: true}, {}]").what
 
 
 def test_options_without_effect_are_not_recorded() -> None:
@@ -217,7 +213,7 @@ def test_options_without_effect_are_not_recorded() -> None:
 def test_a_switch_may_stand_alone() -> None:
     config = load_config(None, ["--bf16", "--packing", "--full_determinism", "--K", "2"])
     assert changed(config) == {"mixed_precision": "bf16", "deterministic": True, "num_agents": 2}
-    assert "is not a key here with the value 'true'" in refusal("--use_dora").what
+    assert "is not a key here with the value 'true'" in refusal(None, "--use_dora").what
 
 
 def test_a_switch_that_is_off_says_nothing_against_one_that_is_on(tmp_path: Any) -> None:
@@ -225,8 +221,8 @@ def test_a_switch_that_is_off_says_nothing_against_one_that_is_on(tmp_path: Any)
         (tmp_path / "c.yaml").write_text(f"{first}\n{second}\n")
         on = (first if first.endswith("true") else second).partition(":")[0]
         assert load_config(tmp_path / "c.yaml").mixed_precision == on
-    assert refusal("bf16=true", "fp16=true").what == "mixed_precision (as bf16 and fp16) is given twice"
-    assert "given twice" in refusal("bf16=true", "mixed_precision=no").what
+    assert refusal(None, "bf16=true", "fp16=true").what == "mixed_precision (as bf16 and fp16) is given twice"
+    assert "given twice" in refusal(None, "bf16=true", "mixed_precision=no").what
 
 
 def test_a_switch_that_is_off_on_the_command_line_switches_off_what_the_file_switches_on(tmp_path: Any) -> None:

@@ -10,15 +10,10 @@ import pytest
 from ci_llm.config.own_keys import OWN_KEYS
 from ci_llm.config.sweep import SPACE_KEYS, Choices, Range, read_sweep, read_sweep_call
 from ci_llm.errors import ConfigError
+from tests.config.test_agents import written
 from tests.support.messages import Messages
 
 LOG = Range(5e-4, 1.6e-2, log=True, whole=False)
-
-
-def written(tmp_path: Path, text: str) -> Path:
-    path = tmp_path / "sweep.yaml"
-    path.write_text(text)
-    return path
 
 
 @pytest.mark.parametrize(
@@ -61,11 +56,7 @@ def test_the_command_line_overrides_the_spaces_of_a_file(tmp_path: Path) -> None
     )
     path = written(tmp_path, text)
     reading = read_sweep(path, ["trials=9", "lora_rank=[2,4]"])
-    assert reading.spaces == {
-        "weight_decay": Choices((0.0, 0.1)),
-        "learning_rate": LOG,
-        "lora_rank": Choices((2, 4)),
-    }
+    assert reading.spaces == {"weight_decay": Choices((0.0, 0.1)), "learning_rate": LOG, "lora_rank": Choices((2, 4))}
     assert (reading.keys.trials, reading.keys.sampler) == (9, "random")
     fixed = read_sweep(path, ["learning_rate=2e-3"])
     assert "learning_rate" not in fixed.spaces
@@ -157,7 +148,7 @@ def test_all_problems_come_at_once_each_with_its_place(tmp_path: Path) -> None:
         read_sweep(written(tmp_path, text), ["num_worker=3", "weight_decay=[a]"])
     said = str(error.value)
     for line, part in ((1, "batch_size"), (2, "blub"), (3, "trials"), (4, "'-8'"), (5, "a range is written")):
-        assert any(f"sweep.yaml:{line}" in row and part in row for row in said.splitlines()), (line, said)
+        assert any(f"own.yaml:{line}" in row and part in row for row in said.splitlines()), (line, said)
     assert "num_worker is not a key" in said
     assert "weight_decay is 'a'" in said
 

@@ -34,10 +34,7 @@ def test_settings_are_named_only_where_they_are_set(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("DNNL_DEFAULT_FPMATH_MODE", "BF16")
     monkeypatch.setenv("OMP_PROC_BIND", "true")
     now = names(CPU)
-    assert differences(before, now) == [
-        "DNNL_DEFAULT_FPMATH_MODE not set -> BF16",
-        "MKL_CBWR not set -> COMPATIBLE",
-    ]
+    assert differences(before, now) == ["DNNL_DEFAULT_FPMATH_MODE not set -> BF16", "MKL_CBWR not set -> COMPATIBLE"]
     assert differences(now, before)[1] == "MKL_CBWR COMPATIBLE -> not set"
 
 

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ci_llm.data.encoder import BUILT_IN_TEMPLATE, Encoder, Example, RefusedRowError, chat_template
+from ci_llm.data.encoder import Encoder, Example, RefusedRowError, chat_template
 from ci_llm.data.rows import Chat, Completion, Message, Tokens
 from ci_llm.data.tokens import tokenizer_fingerprint
 from ci_llm.errors import ModelError
@@ -288,16 +288,6 @@ def test_turns_without_speakers_are_noticed() -> None:
     assert not Encoder(byte_tokenizer()).lacks_roles(talk("q", "a"))
     assert not Encoder(byte_tokenizer()).lacks_roles(Completion("q", "a"))
     assert not Encoder(byte_tokenizer(CHATML)).lacks_roles(LONG)
-
-
-def test_the_built_in_template_serves_generation_too() -> None:
-    tokenizer = byte_tokenizer()
-    assert chat_template(tokenizer) == BUILT_IN_TEMPLATE
-    tokenizer.chat_template = BUILT_IN_TEMPLATE
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "q"}], add_generation_prompt=True, tokenize=False
-    )
-    assert prompt == "<s>q\n"
 
 
 def test_the_template_in_force_is_described() -> None:

@@ -14,15 +14,13 @@ from ci_llm.config import Config
 from ci_llm.data.batches import pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.rows import Completion, Labelled
-from ci_llm.data.tokens import tokenize
 from ci_llm.data.units import Unit, are_numbers, class_names, number_of, unit_of, without_end
 from ci_llm.errors import ConfigError, DataError
 from ci_llm.lora.heads import how_tokenized
 from ci_llm.objectives import Needs
 from ci_llm.run.start.loading import objective_by_rows
-from tests.data.test_units import TOKENIZER, rows_of, said
-
-ROWS = ({"text": "Ann has 3 pens.", "label": 0}, {"text": "Ben has 9 hats.", "label": 2})
+from tests.data.test_units import LABELLED as ROWS
+from tests.data.test_units import TOKENIZER, rows_of, said, tokens_of
 
 
 def settled(folder: Path, *rows: dict[str, Any], **keys: Any) -> dict[str, Any]:
@@ -121,31 +119,9 @@ def test_a_label_that_is_no_class_names_the_key_of_their_number() -> None:
 
 
 def test_the_lines_about_labelled_rows_count_no_learned_tokens(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, *ROWS)
-    tokens = tokenize(rows, TOKENIZER, max_seq_length=64, cache_folder=tmp_path / "cache", classes=("0", "1", "2"))
+    tokens = tokens_of(tmp_path, *ROWS, classes=("0", "1", "2"))
     [line] = [line for line in tokens.description if " tokens in 2 rows" in line]
     assert "learned" not in line
-
-
-@pytest.mark.parametrize(
-    ("keys", "unread"),
-    [
-        ({"beta": 0.3}, "beta has no effect: objective is classification"),
-        (
-            {"objective": "regression", "beta": 0.3, "reference": "start", "init_from": "x"},
-            "beta, reference has no effect: objective is regression",
-        ),
-        ({"center_rewards_coefficient": 0.1}, "center_rewards_coefficient has no effect: objective is classification"),
-        ({"num_labels": 3}, None),
-    ],
-    ids=str,
-)
-def test_keys_of_another_objective_are_said_to_have_no_effect(
-    keys: dict[str, Any], unread: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "ci_llm")
-    settled(tmp_path, *ROWS, **keys)
-    assert [line for line in caplog.messages if "has no effect" in line] == ([] if unread is None else [unread])
 
 
 def test_the_hint_about_missing_columns_names_the_keys_of_the_objective(tmp_path: Path) -> None:
@@ -165,8 +141,8 @@ def test_the_hint_about_missing_columns_names_the_keys_of_the_objective(tmp_path
 
 
 def test_a_text_has_the_tokens_of_the_tokenizer(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, *ROWS, {"text": "", "label": 1}, {"text": "Zoe", "label": None})
-    tokens = tokenize(rows, TOKENIZER, max_seq_length=64, cache_folder=tmp_path / "cache", classes=("0", "1", "2"))
+    unusable = {"text": "", "label": 1}, {"text": "Zoe", "label": None}
+    tokens = tokens_of(tmp_path, *ROWS, *unusable, classes=("0", "1", "2"))
     assert [row.label for row in tokens] == [0, 2]  # type: ignore[union-attr]
     assert tokens[0].input_ids.tolist() == TOKENIZER(ROWS[0]["text"])["input_ids"]
     assert not tokens[0].supervised.any()
@@ -180,10 +156,8 @@ def test_a_text_has_the_tokens_of_the_tokenizer(tmp_path: Path) -> None:
 
 
 def test_chats_and_numbers(tmp_path: Path) -> None:
-    rows = rows_of(
-        tmp_path, {"messages": said("u hi", "a yes"), "label": 0.5}, {"messages": said("u hi"), "label": -1.25}
-    )
-    tokens = tokenize(rows, TOKENIZER, max_seq_length=64, cache_folder=tmp_path / "cache")
+    rows = {"messages": said("u hi", "a yes"), "label": 0.5}, {"messages": said("u hi"), "label": -1.25}
+    tokens = tokens_of(tmp_path, *rows)
     assert [row.label for row in tokens] == [0.5, -1.25]  # type: ignore[union-attr]
     assert TOKENIZER.decode(tokens[1].input_ids) == "<bos>hi\n"
 
@@ -200,10 +174,7 @@ def test_rows_end_before_pads() -> None:
 def test_an_end_that_is_the_pad_token_is_left_out_of_pairs(tmp_path: Path) -> None:
     pair = {"prompt": "2 + 2?\n", "chosen": "4", "rejected": "five"}
     end = AutoTokenizer.from_pretrained(TOKENIZER.name_or_path).eos_token_id
-    both = [
-        tokenize(rows_of(tmp_path, pair), TOKENIZER, max_seq_length=64, cache_folder=tmp_path / "cache", pad=pad)[0]
-        for pad in (None, end)
-    ]
+    both = [tokens_of(tmp_path, pair, pad=pad)[0] for pad in (None, end)]
     assert all(isinstance(unit, Unit) for unit in both)
     whole, cut = ([branch.input_ids.tolist() for branch in unit.branches] for unit in both)  # type: ignore[union-attr]
     assert [ids[-1] for ids in whole] == [end, end]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-import datasets
 import pytest
 from datasets import Dataset
 
@@ -16,9 +14,19 @@ from ci_llm.data.sources import join, load_rows, load_rows_of_each, recognised
 from ci_llm.errors import ConfigError, DataError
 
 
+def numbered(name: str, count: int) -> Dataset:
+    return Dataset.from_list([{"question": f"{name}{n}", "answer": "a"} for n in range(count)])
+
+
 def rows(name: str, count: int) -> Rows:
-    data = Dataset.from_list([{"question": f"{name}{n}", "answer": "a"} for n in range(count)])
-    return recognised(data, name)
+    return recognised(numbered(name, count), name)
+
+
+def files(folder: Path, names: str, count: int) -> list[str]:
+    """A file for each letter of `names`, with so many rows that begin with it."""
+    for name in names:
+        numbered(name, count).to_parquet(folder / f"{name}.parquet")
+    return [str(folder / f"{name}.parquet") for name in names]
 
 
 def questions(found: Rows) -> list[str]:
@@ -72,12 +80,8 @@ def test_a_file_with_a_comma_in_its_name_means_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_data_sets_share_the_rows_of_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    for name in "ab":
-        data: list[dict[str, Any]] = [{"question": f"{name}{n}", "answer": "a"} for n in range(100)]
-        Dataset.from_list(data).to_parquet(tmp_path / f"{name}.parquet")
-    config = Config(dataset_name=f"{tmp_path}/a.parquet, {tmp_path}/b.parquet", eval_samples=6)
+def test_data_sets_share_the_rows_of_an_evaluation(tmp_path: Path) -> None:
+    config = Config(dataset_name=", ".join(files(tmp_path, "ab", 100)), eval_samples=6)
     assert by_source(load_rows(config, "eval")) == {"a": 3, "b": 3}
     assert by_source(load_rows(config, "train")) == {"a": 90, "b": 90}
     assert not {*questions(load_rows(config, "train"))} & {*questions(load_rows(config, "eval"))}
@@ -103,12 +107,8 @@ def test_an_unknown_home_folder_is_one_message() -> None:
 
 
 @pytest.mark.slow
-def test_agents_have_their_own_rows_and_share_equal_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    for name in "ab":
-        data: list[dict[str, Any]] = [{"question": f"{name}{n}", "answer": "a"} for n in range(20)]
-        Dataset.from_list(data).to_parquet(tmp_path / f"{name}.parquet")
-    a, b = (str(tmp_path / f"{name}.parquet") for name in "ab")
+def test_agents_have_their_own_rows_and_share_equal_data_sets(tmp_path: Path) -> None:
+    a, b = files(tmp_path, "ab", 20)
     config = Config(dataset_name=a, agents=[{}, {"dataset_name": b}, {"max_train_samples": 5}, {"dataset_name": a}])
     each = load_rows_of_each(config, "train")
     assert [by_source(rows) for rows in each] == [{"a": 18}, {"b": 18}, {"a": 5}, {"a": 18}]
@@ -121,13 +121,8 @@ def test_agents_have_their_own_rows_and_share_equal_data_sets(tmp_path: Path, mo
     assert by_source(load_rows(Config(agents=[{"dataset_name": a}, {"dataset_name": b}]), "eval")) == {"a": 2, "b": 2}
 
 
-def test_a_common_evaluation_set_knows_the_training_rows_of_every_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    data: list[dict[str, Any]] = [{"question": f"a{n}", "answer": "a"} for n in range(20)]
-    Dataset.from_list(data).to_parquet(tmp_path / "a.parquet")
-    a = str(tmp_path / "a.parquet")
+def test_a_common_evaluation_set_knows_the_training_rows_of_every_agent(tmp_path: Path) -> None:
+    [a] = files(tmp_path, "a", 20)
     config = Config(eval_dataset_name=a, agents=[{}, {"dataset_name": a, "max_train_samples": 7}])
     evaluated = load_rows_of_each(config, "eval")
     assert evaluated[0] is evaluated[1]

@@ -87,7 +87,7 @@ def test_an_epoch_holds_every_row_once_and_its_last_step_the_rest(
 
 @pytest.mark.slow
 @steady
-@given(num_rows=st.integers(1, 80), global_batch_size=st.integers(1, 90), step=st.integers(0, 200))
+@given(num_rows=st.integers(1, 80), global_batch_size=st.integers(1, 90), step=st.integers(0, 60))
 def test_samples_seen_counts_the_rows_of_the_steps(num_rows: int, global_batch_size: int, step: int) -> None:
     plan = Plan(num_rows, global_batch_size, seed=1)
     assert plan.samples_seen(step) == sum(len(plan.rows(before)) for before in range(step))

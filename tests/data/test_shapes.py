@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import zstandard
 from datasets import Dataset
@@ -60,6 +59,11 @@ def marked(first: Json, second: Json) -> list[Json]:
 
 def user(text: str) -> str:
     return f"<|im_start|>user\n{text}{END}\n<|im_start|>assistant\n"
+
+
+def asked(write: Write, question: str = "hi", answer: str = "yes", num_rows: int = 2, **keys: Any) -> Shape:
+    """A shape of which a question is given, and the answer learned."""
+    return Shape(write, [f"{answer}{END}"], user(question), keys, num_rows)
 
 
 def jsonl(*rows: Json) -> Write:
@@ -121,29 +125,26 @@ CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 TOOL_TALK = [turn("user", "1+?"), {**turn("assistant", None), "tool_calls": [CALL]}, turn("tool", "2")]
 CALLED = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
+ROW, TALK = {"question": "q", "answer": "a"}, [turn("user", "hi"), turn("assistant", "yes")]
 ALPACA = {"instruction": "say", "output": "yes"}
 IDS = TOKENIZER("q a</s>")["input_ids"]
 
 SHAPES: dict[str, Shape] = {
-    "alpaca": Shape(jsonl(ALPACA), [f"yes{END}"], user("say")),
-    "alpaca with input": Shape(jsonl({**ALPACA, "input": "it"}), [f"yes{END}"], user("say\n\nit")),
-    "alpaca with an empty input": Shape(jsonl({**ALPACA, "input": ""}), [f"yes{END}"], user("say")),
+    "alpaca": asked(jsonl(ALPACA), "say", "yes"),
+    "alpaca with input": asked(jsonl({**ALPACA, "input": "it"}), "say\n\nit", "yes"),
+    "alpaca with an empty input": asked(jsonl({**ALPACA, "input": ""}), "say", "yes"),
     "alpaca with history": Shape(
         jsonl({**ALPACA, "history": [["one", "two"]]}), [f"two{END}", f"yes{END}"], user("one")
     ),
     "alpaca with system": Shape(
         jsonl({**ALPACA, "system": "be brief"}), [f"yes{END}"], f"<|im_start|>system\nbe brief{END}\n{user('say')}"
     ),
-    "dolly": Shape(
+    "dolly": asked(
         jsonl({"instruction": "who", "context": "Ann ran", "response": "Ann", "category": "qa"}),
-        [f"Ann{END}"],
-        user("who\n\nAnn ran"),
+        "who\n\nAnn ran",
+        "Ann",
     ),
-    "sharegpt": Shape(
-        jsonl({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}),
-        [f"yes{END}"],
-        user("hi"),
-    ),
+    "sharegpt": asked(jsonl({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]})),
     "sharegpt with system and tools": Shape(
         jsonl(
             {
@@ -160,7 +161,7 @@ SHAPES: dict[str, Shape] = {
         [CALLED + END, f"two{END}"],
         f"<|im_start|>tools\n{json.dumps(TOOLS)}{END}\n<|im_start|>system\ncount{END}\n{user('1+?')}",
     ),
-    "messages": Shape(jsonl({"messages": [turn("user", "hi"), turn("assistant", "yes")]}), [f"yes{END}"], user("hi")),
+    "messages": asked(jsonl({"messages": TALK})),
     "messages with system": Shape(
         jsonl({"messages": [turn("system", "s"), turn("user", "hi"), turn("assistant", "yes")]}),
         [f"yes{END}"],
@@ -171,13 +172,9 @@ SHAPES: dict[str, Shape] = {
         [CALLED + END, f"two{END}"],
         f"<|im_start|>tools\n{json.dumps(TOOLS)}{END}\n{user('1+?')}",
     ),
-    "messages as JSON": Shape(
-        jsonl({"messages": json.dumps([turn("user", "hi"), turn("assistant", "yes")])}), [f"yes{END}"], user("hi")
-    ),
-    "messages in parts": Shape(
-        jsonl({"messages": [turn("user", [{"type": "text", "text": "hi"}]), turn("assistant", "yes")]}),
-        [f"yes{END}"],
-        user("hi"),
+    "messages as JSON": asked(jsonl({"messages": json.dumps(TALK)})),
+    "messages in parts": asked(
+        jsonl({"messages": [turn("user", [{"type": "text", "text": "hi"}]), turn("assistant", "yes")]})
     ),
     "messages with thoughts": Shape(
         jsonl({"messages": [turn("user", "hi"), {**turn("assistant", "yes"), "reasoning_content": "so"}]}),
@@ -187,9 +184,7 @@ SHAPES: dict[str, Shape] = {
     "messages with a weight": Shape(
         jsonl({"messages": marked({"weight": 0}, {"weight": 1})}), [f"d{END}"], f"{user('a')}b{END}\n{user('c')}"
     ),
-    "messages marked by train": Shape(
-        jsonl({"messages": marked({"train": True}, {"train": False})}), [f"b{END}"], user("a")
-    ),
+    "messages marked by train": asked(jsonl({"messages": marked({"train": True}, {"train": False})}), "a", "b"),
     "messages marked by training": Shape(
         jsonl({"conversations": marked({"training": False}, {})}), [f"d{END}"], f"{user('a')}b{END}\n{user('c')}"
     ),
@@ -202,87 +197,63 @@ SHAPES: dict[str, Shape] = {
         user("a"),
     ),
     "prompt, completion": Shape(jsonl({"prompt": "2+2=", "completion": "4"}), [f"4{EOS}"], "<s>2+2="),
-    "prompt, completion as messages": Shape(
-        jsonl({"prompt": [turn("user", "hi")], "completion": [turn("assistant", "yes")]}), [f"yes{END}"], user("hi")
+    "prompt, completion as messages": asked(
+        jsonl({"prompt": [turn("user", "hi")], "completion": [turn("assistant", "yes")]})
     ),
-    "prompt, response": Shape(jsonl({"prompt": "hi", "response": "yes"}), [f"yes{END}"], user("hi")),
-    "query, response": Shape(jsonl({"query": "hi", "response": "yes"}), [f"yes{END}"], user("hi")),
-    "input, output": Shape(jsonl({"input": "hi", "output": "yes"}), [f"yes{END}"], user("hi")),
-    "instruction, response": Shape(jsonl({"instruction": "hi", "response": "yes"}), [f"yes{END}"], user("hi")),
-    "problem, solution": Shape(jsonl({"problem": "hi", "solution": "yes"}), [f"yes{END}"], user("hi")),
-    "question, answer": Shape(jsonl({"question": "hi", "answer": "yes"}), [f"yes{END}"], user("hi")),
-    "Question, Answer": Shape(jsonl({"Question": "hi", "Answer": "yes"}), [f"yes{END}"], user("hi")),
-    "SQuAD": Shape(
-        jsonl({"context": "c", "question": "q", "answers": {"text": ["a"], "answer_start": [0]}}),
-        [f"a{END}"],
-        user("c\n\nq"),
+    "prompt, response": asked(jsonl({"prompt": "hi", "response": "yes"})),
+    "query, response": asked(jsonl({"query": "hi", "response": "yes"})),
+    "input, output": asked(jsonl({"input": "hi", "output": "yes"})),
+    "instruction, response": asked(jsonl({"instruction": "hi", "response": "yes"})),
+    "problem, solution": asked(jsonl({"problem": "hi", "solution": "yes"})),
+    "question, answer": asked(jsonl({"question": "hi", "answer": "yes"})),
+    "Question, Answer": asked(jsonl({"Question": "hi", "Answer": "yes"})),
+    "SQuAD": asked(
+        jsonl({"context": "c", "question": "q", "answers": {"text": ["a"], "answer_start": [0]}}), "c\n\nq", "a"
     ),
-    "columns of any name": Shape(
-        jsonl({"id": 1, "frage": "hi", "Antwort": "yes"}),
-        [f"yes{END}"],
-        user("hi"),
-        {"prompt_column": "frage", "answer_column": "antwort"},
+    "columns of any name": asked(
+        jsonl({"id": 1, "frage": "hi", "Antwort": "yes"}), prompt_column="frage", answer_column="antwort"
     ),
-    "better answers of preference pairs": Shape(
-        jsonl({"prompt": "hi", "chosen": "yes", "rejected": "no"}),
-        [f"yes{END}"],
-        user("hi"),
-        {"prompt_column": "prompt", "answer_column": "chosen"},
+    "better answers of preference pairs": asked(
+        jsonl({"prompt": "hi", "chosen": "yes", "rejected": "no"}), prompt_column="prompt", answer_column="chosen"
     ),
     "completion only": Shape(jsonl({"completion": "once"}), [f"once{EOS}"], "<s>"),
     "text": Shape(jsonl({"text": "once"}), [f"once{EOS}"], "<s>"),
     "text of any name": Shape(jsonl({"body": "once", "id": "3"}), [f"once{EOS}"], "<s>", {"text_column": "body"}),
     "lines of text": Shape(text("rows.txt", "once\nupon\na\n"), [f"upon{EOS}"], "<s>"),
-    "csv": Shape(text("rows.csv", "question,answer\nq,a\nq,a\nq,a\n"), [f"a{END}"], user("q")),
-    "csv with spaces": Shape(
-        text("rows.csv", 'question, answer\n"q;1,2", a\n"q;1,2", "a"\n"q;1,2", a\n'), [f"a{END}"], user("q;1,2")
+    "csv": asked(text("rows.csv", "question,answer\nq,a\nq,a\nq,a\n"), "q", "a"),
+    "csv with spaces": asked(
+        text("rows.csv", 'question, answer\n"q;1,2", a\n"q;1,2", "a"\n"q;1,2", a\n'), "q;1,2", "a"
     ),
-    "csv with semicolons": Shape(
-        text("rows.csv", '\ufeffQuestion;Answer\n"q;1,2";a\nq;a\n"q;1,2";a\n'), [f"a{END}"], user("q")
+    "csv with semicolons": asked(text("rows.csv", '\ufeffQuestion;Answer\n"q;1,2";a\nq;a\n"q;1,2";a\n'), "q", "a"),
+    "tsv": asked(text("rows.tsv", "question\tanswer\nq\ta\nq\ta\nq\ta\n"), "q", "a"),
+    "tsv.gz": asked(text("rows.tsv.gz", "question\tanswer\nq\ta\nq\ta\nq\ta\n"), "q", "a"),
+    "csv.gz": asked(text("rows.csv.gz", "question|answer\nq|a\nq|a\nq|a\n"), "q", "a"),
+    "jsonl.zst": asked(text("rows.jsonl.zst", f"{json.dumps(ROW)}\n" * 3), "q", "a"),
+    "jsonl.gz": asked(text("rows.jsonl.gz", f"{json.dumps(ROW)}\n" * 3), "q", "a"),
+    "json": asked(text("rows.json", json.dumps([ROW] * 3)), "q", "a"),
+    "jsonl of lists of messages": asked(
+        text("rows.jsonl", f"{json.dumps([turn('user', 'q'), turn('assistant', 'a')])}\n" * 3), "q", "a"
     ),
-    "tsv": Shape(text("rows.tsv", "question\tanswer\nq\ta\nq\ta\nq\ta\n"), [f"a{END}"], user("q")),
-    "tsv.gz": Shape(text("rows.tsv.gz", "question\tanswer\nq\ta\nq\ta\nq\ta\n"), [f"a{END}"], user("q")),
-    "csv.gz": Shape(text("rows.csv.gz", "question|answer\nq|a\nq|a\nq|a\n"), [f"a{END}"], user("q")),
-    "jsonl.zst": Shape(text("rows.jsonl.zst", '{"question": "q", "answer": "a"}\n' * 3), [f"a{END}"], user("q")),
-    "jsonl.gz": Shape(text("rows.jsonl.gz", '{"question": "q", "answer": "a"}\n' * 3), [f"a{END}"], user("q")),
-    "json": Shape(text("rows.json", json.dumps([{"question": "q", "answer": "a"}] * 3)), [f"a{END}"], user("q")),
-    "jsonl of lists of messages": Shape(
-        text("rows.jsonl", f"{json.dumps([turn('user', 'q'), turn('assistant', 'a')])}\n" * 3), [f"a{END}"], user("q")
+    "json of lists of messages": asked(
+        text("rows.json", json.dumps([[turn("user", "q"), turn("assistant", "a")]] * 3)), "q", "a"
     ),
-    "json of lists of messages": Shape(
-        text("rows.json", json.dumps([[turn("user", "q"), turn("assistant", "a")]] * 3)), [f"a{END}"], user("q")
+    "messages of a human and an ai": asked(
+        jsonl({"conversations": [{"from": "human", "value": "q"}, {"from": "ai", "value": "a"}]}), "q", "a"
     ),
-    "messages of a human and an ai": Shape(
-        jsonl({"conversations": [{"from": "human", "value": "q"}, {"from": "ai", "value": "a"}]}),
-        [f"a{END}"],
-        user("q"),
+    "labelled answers whose columns are named": asked(
+        jsonl({"prompt": "hi", "completion": "yes", "label": True}), prompt_column="prompt", answer_column="completion"
     ),
-    "labelled answers whose columns are named": Shape(
-        jsonl({"prompt": "hi", "completion": "yes", "label": True}),
-        [f"yes{END}"],
-        user("hi"),
-        {"prompt_column": "prompt", "answer_column": "completion"},
+    "json below data": asked(text("rows.json", json.dumps({"data": [ROW] * 3})), "q", "a"),
+    "json below data, with a version": asked(
+        text("rows.json", json.dumps({"version": 1, "of": "me", "data": [ROW] * 3})), "q", "a"
     ),
-    "json below data": Shape(
-        text("rows.json", json.dumps({"data": [{"question": "q", "answer": "a"}] * 3})), [f"a{END}"], user("q")
+    "json of splits": asked(
+        text("rows.json", json.dumps({"train": [ROW] * 2, "test": [{"question": "v", "answer": "b"}]})), "q", "a"
     ),
-    "json below data, with a version": Shape(
-        text("rows.json", json.dumps({"version": 1, "of": "me", "data": [{"question": "q", "answer": "a"}] * 3})),
-        [f"a{END}"],
-        user("q"),
-    ),
-    "json of splits": Shape(
-        text(
-            "rows.json",
-            json.dumps({"train": [{"question": "q", "answer": "a"}] * 2, "test": [{"question": "v", "answer": "b"}]}),
-        ),
-        [f"a{END}"],
-        user("q"),
-    ),
-    "parquet of turns with the keys of both styles": Shape(mixed_turns, [f"yes{END}"], user("hi")),
-    "nested folders of splits": Shape(nested, [f"a0{END}"], user("q0")),
-    "files named after splits": Shape(split_names, [f"a0{END}"], user("q0")),
-    "list of files": Shape(several, [f"a1{END}"], user("q1"), num_rows=4),
+    "parquet of turns with the keys of both styles": asked(mixed_turns),
+    "nested folders of splits": asked(nested, "q0", "a0"),
+    "files named after splits": asked(split_names, "q0", "a0"),
+    "list of files": asked(several, "q1", "a1", num_rows=4),
     "tokens": Shape(jsonl({"input_ids": IDS}), [" a</s>"], "q"),
     "tokens in a csv file": Shape(
         text("rows.csv", "input_ids,attention_mask\n" + f'"{[*IDS, 0]}","[1, 1, 1, 1, 0]"\n' * 3), [" a</s>"], "q"
@@ -302,12 +273,6 @@ REFUSED: dict[str, Json] = {
     "a line that is a list of numbers": [1, 2],
     "numbers only": {"x": 1, "y": 2},
 }
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
 @pytest.mark.fast_cases(1)

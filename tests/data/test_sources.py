@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gzip
 import json
 import os
 import shutil
@@ -128,68 +127,48 @@ def test_columns_are_looked_for_in_order() -> None:
     assert found == ["messages", "prompt + completion", "question + answer", "instruction + output", "text"]
 
 
-def _folder(data: Dataset, path: Path) -> str:
-    DatasetDict({"train": data, "test": data}).save_to_disk(path / "saved")
-    return str(path / "saved")
+def _folder(data: Dataset, at: Path) -> None:
+    DatasetDict({"train": data, "test": data}).save_to_disk(at)
 
 
-def _single(data: Dataset, path: Path) -> str:
-    data.save_to_disk(path / "single")
-    return str(path / "single")
+def _jsonl(data: Dataset, at: Path) -> None:
+    data.to_json(at, force_ascii=False)
 
 
-def _arrow(data: Dataset, path: Path) -> str:
-    return f"{_single(data, path)}/data-00000-of-00001.arrow"
+def _parts(data: Dataset, at: Path) -> None:
+    data.select(range(2)).to_parquet(at.with_name("part-0.parquet"))
+    data.select(range(2, len(data))).to_parquet(at.with_name("part-1.parquet"))
 
 
-def _jsonl(data: Dataset, path: Path) -> str:
-    data.to_json(path / "rows.jsonl", force_ascii=False)
-    return str(path / "rows.jsonl")
+def _plain_folder(data: Dataset, at: Path) -> None:
+    at.mkdir()
+    data.to_parquet(at / "train-00000-of-00001.parquet")
+    data.select([0]).to_parquet(at / "test.parquet")
+    (at / "README.md").write_text("# not data")
 
 
-def _json(data: Dataset, path: Path) -> str:
-    (path / "rows.json").write_text(json.dumps(list(data)))
-    return str(path / "rows.json")
-
-
-def _gz(data: Dataset, path: Path) -> str:
-    (path / "rows.jsonl.gz").write_bytes(gzip.compress(Path(_jsonl(data, path)).read_bytes()))
-    return str(path / "rows.jsonl.gz")
-
-
-def _csv(data: Dataset, path: Path) -> str:
-    data.to_csv(path / "rows.csv")
-    return str(path / "rows.csv")
-
-
-def _parquet(data: Dataset, path: Path) -> str:
-    data.to_parquet(path / "rows.parquet")
-    return str(path / "rows.parquet")
-
-
-def _glob(data: Dataset, path: Path) -> str:
-    data.select(range(2)).to_parquet(path / "part-0.parquet")
-    data.select(range(2, len(data))).to_parquet(path / "part-1.parquet")
-    return str(path / "part-*.parquet")
-
-
-def _plain_folder(data: Dataset, path: Path) -> str:
-    (path / "plain").mkdir()
-    data.to_parquet(path / "plain" / "train-00000-of-00001.parquet")
-    data.select([0]).to_parquet(path / "plain" / "test.parquet")
-    (path / "plain" / "README.md").write_text("# not data")
-    return str(path / "plain")
-
-
-WAYS = [_folder, _single, _arrow, _jsonl, _json, _gz, _csv, _parquet, _glob, _plain_folder]
+#: By the name of the data set, how it is written.
+WAYS: dict[str, Callable[[Dataset, Path], object]] = {
+    "saved": _folder,
+    "single": Dataset.save_to_disk,
+    "single/data-00000-of-00001.arrow": lambda data, at: data.save_to_disk(at.parent),
+    "rows.jsonl": _jsonl,
+    "rows.json": lambda data, at: at.write_text(json.dumps(list(data))),
+    "rows.jsonl.gz": _jsonl,  # which packs it
+    "rows.csv": Dataset.to_csv,
+    "rows.parquet": Dataset.to_parquet,
+    "part-*.parquet": _parts,
+    "plain": _plain_folder,
+}
 
 
 @pytest.mark.fast_cases(3)
-@pytest.mark.parametrize("write", WAYS, ids=lambda write: write.__name__.strip("_"))
-def test_every_file_format_gives_the_same_rows(write: Callable[[Dataset, Path], str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", WAYS)
+def test_every_file_format_gives_the_same_rows(name: str, tmp_path: Path) -> None:
     data = Dataset.from_list(ROWS)
+    WAYS[name](data, tmp_path / name)
     # Naming a split to evaluate on keeps every row for training.
-    rows = load_rows(Config(dataset_name=write(data, tmp_path), eval_split="train"), "train")
+    rows = load_rows(Config(dataset_name=str(tmp_path / name), eval_split="train"), "train")
     assert list(rows) == EXPECTED
     assert rows.fingerprint == recognised(data, "memory").fingerprint
     assert rows.description[0].startswith("3 rows of question + answer from ")
@@ -289,7 +268,8 @@ def test_a_file_that_has_changed_is_read_again(tmp_path: Path) -> None:
 
 
 def test_no_bars_in_a_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    load_rows(Config(dataset_name=_jsonl(Dataset.from_list(ROWS), tmp_path)), "train")
+    _jsonl(Dataset.from_list(ROWS), tmp_path / "rows.jsonl")
+    load_rows(Config(dataset_name=str(tmp_path / "rows.jsonl")), "train")
     assert "it/s" not in capfd.readouterr().err
     assert not datasets.are_progress_bars_disabled()
 
@@ -322,7 +302,8 @@ def test_the_embedded_rows_need_no_network() -> None:
 
 def _numbered(count: int, path: Path) -> str:
     data = Dataset.from_list([{"question": f"q{number}", "answer": f"a{number}"} for number in range(count)])
-    return _parquet(data, path)
+    data.to_parquet(path / "rows.parquet")
+    return str(path / "rows.parquet")
 
 
 @pytest.fixture
@@ -359,8 +340,8 @@ def test_the_held_out_rows_do_not_depend_on_limits(tmp_path: Path) -> None:
 
 
 def test_a_data_set_without_an_answer_is_left_to_the_training_to_refuse(tmp_path: Path) -> None:
-    config = Config(dataset_name=_parquet(Dataset.from_list([{"question": "q", "answer": ""}] * 20), tmp_path))
-    assert list(load_rows(config, "train")) == [None] * 18
+    (tmp_path / "rows.csv").write_text("question,answer\n" + "q,\n" * 20)
+    assert list(load_rows(Config(dataset_name=str(tmp_path / "rows.csv")), "train")) == [None] * 18
 
 
 def test_a_single_row_is_evaluated_on_itself(tmp_path: Path) -> None:
@@ -441,24 +422,24 @@ def test_test_rows_are_left_for_a_last_evaluation_where_there_are_others(tmp_pat
     assert "split validation" in load_rows(Config(dataset_name="embedded", dataset_split="test"), "eval").where
 
 
-def _write(text: str, name: str) -> Callable[[Path], dict[str, Any]]:
+def _write(text: str, name: str, encoding: str = "utf-8") -> Callable[[Path], dict[str, Any]]:
     def write(path: Path) -> dict[str, Any]:
-        (path / name).write_text(text)
+        (path / name).write_text(text, encoding=encoding)
         return {"dataset_name": str(path / name)}
 
     return write
 
 
 def _cut_short(path: Path) -> dict[str, Any]:
-    name = Path(_gz(Dataset.from_list(ROWS), path))
+    _jsonl(Dataset.from_list(ROWS), name := path / "rows.jsonl.gz")
     name.write_bytes(name.read_bytes()[:-12])
     return {"dataset_name": str(name)}
 
 
 def _saved_badly(path: Path) -> dict[str, Any]:
-    folder = Path(_folder(Dataset.from_list(ROWS), path))
-    shutil.rmtree(folder / "train")
-    return {"dataset_name": str(folder)}
+    _folder(Dataset.from_list(ROWS), path / "saved")
+    shutil.rmtree(path / "saved" / "train")
+    return {"dataset_name": str(path / "saved")}
 
 
 def _two_kinds(path: Path) -> dict[str, Any]:
@@ -466,14 +447,6 @@ def _two_kinds(path: Path) -> dict[str, Any]:
     for name in ("a.jsonl", "c.jsonl"):
         (path / name).write_text('{"text": "x"}\n')
     return {"dataset_name": str(path)}
-
-
-def _latin(text: str, name: str) -> Callable[[Path], dict[str, Any]]:
-    def write(path: Path) -> dict[str, Any]:
-        (path / name).write_bytes(text.encode("latin-1"))
-        return {"dataset_name": str(path / name)}
-
-    return write
 
 
 BAD_INPUT: dict[str, Callable[[Path], dict[str, Any]]] = {
@@ -490,9 +463,9 @@ BAD_INPUT: dict[str, Callable[[Path], dict[str, Any]]] = {
     "broken list of rows": _write('[\n  {"text": "x"},\n]\n', "a.json"),
     "broken lines in .json": _write('{"text": "x"}\n{"text": "y"}\n{"text": z}\n', "a.json"),
     "csv with a value too many": _write("question,answer\na,b,c\nd,e\n", "a.csv"),
-    "csv that is not UTF-8": _latin("question,answer\nStraße?,ß\n", "a.csv"),
-    "lines of json that are not UTF-8": _latin('{"question": "Straße?", "answer": "ß"}\n', "a.jsonl"),
-    "json that is not UTF-8": _latin('[{"messages": [{"role": "user", "content": "ß"}]}]', "a.json"),
+    "csv that is not UTF-8": _write("question,answer\nStraße?,ß\n", "a.csv", "latin-1"),
+    "lines of json that are not UTF-8": _write('{"question": "Straße?", "answer": "ß"}\n', "a.jsonl", "latin-1"),
+    "json that is not UTF-8": _write('[{"messages": [{"role": "user", "content": "ß"}]}]', "a.json", "latin-1"),
     "half a character": _write('{"text": "x"}\n{"text": "\\ud83d\\ude00"}\n{"text": "\\uD83d"}\n', "a.jsonl"),
     "lines that are no rows": _write('{"text": "x"}\n"y"\n', "a.jsonl"),
     "half a download": _cut_short,
@@ -538,18 +511,6 @@ def test_bad_input_is_one_clear_message(
     assert "Failed to" not in capfd.readouterr().err, "`datasets` tells it in its own words"
 
 
-def test_a_line_to_the_hub_that_drops_is_one_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    class DroppedError(Exception):
-        """An error like that of the hub's client, which is neither an OSError nor one of this package."""
-
-    def drops(*_: object) -> None:
-        raise DroppedError("Server disconnected without sending a response.")
-
-    monkeypatch.setattr(datasets, "load_dataset", drops)
-    with pytest.raises(DataError, match="cannot be loaded from the hub: Server disconnected without"):
-        load_rows(Config(dataset_name="openai/gsm8k"), "train")
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
 def test_a_cache_that_cannot_be_made_is_not_blamed_on_the_data(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -563,31 +524,37 @@ def test_a_cache_that_cannot_be_made_is_not_blamed_on_the_data(
     assert "or set HF_DATASETS_CACHE to another folder" in str(caught.value.hint)
 
 
-def test_a_full_disk_is_not_blamed_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def is_full(*_: object, **__: object) -> None:
-        full = OSError(errno.ENOSPC, "No space left on device")
-        raise DatasetGenerationError("An error occurred while generating the dataset") from full
-
-    monkeypatch.setattr(datasets, "load_dataset", is_full)
-    (tmp_path / "a.csv").write_text("text\na\n")
-    for name, variable in ((str(tmp_path / "a.csv"), "HF_DATASETS_CACHE"), ("openai/gsm8k", "HF_HOME")):
-        with pytest.raises(DataError, match="No space left on device") as caught:
-            load_rows(Config(dataset_name=name), "train")
-        assert str(caught.value.where).startswith(f"{variable}: ")
-        assert "free some space" in str(caught.value.hint)
+class DroppedError(Exception):
+    """An error like that of the hub's client, which is neither an OSError nor one of this package."""
 
 
-def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.csv"
+FULL = DatasetGenerationError("An error occurred while generating the dataset")
+FULL.__cause__ = OSError(errno.ENOSPC, "No space left on device")
 
-    def is_forbidden(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(datasets, "load_dataset", is_forbidden)
-    path.write_text("text\na\n")
-    with pytest.raises(DataError, match=r"cannot be read as csv: .*Permission denied") as caught:
-        load_rows(Config(dataset_name=str(path)), "train")
-    assert caught.value.where == str(path)
+@pytest.mark.parametrize(
+    ("name", "error", "told", "where", "hint"),
+    [
+        ("openai/gsm8k", DroppedError("Server disconnected"), "loaded from the hub: Server disconnected", "", ""),
+        ("openai/gsm8k", FULL, "No space left on device", "HF_HOME: ", "free some space"),
+        ("a.csv", FULL, "No space left on device", "HF_DATASETS_CACHE: ", "free some space"),
+        ("a.csv", PermissionError(errno.EACCES, "no", "a.csv"), r"cannot be read as csv: .*no: 'a\.csv'", "a.csv", ""),
+    ],
+    ids=["a line that drops", "a full disk at home", "a full disk of the cache", "a file that may not be read"],
+)
+def test_an_error_of_the_machine_is_not_blamed_on_the_data(
+    name: str, error: Exception, told: str, where: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load_dataset", fails)
+    Path("a.csv").write_text("text\na\n")
+    with pytest.raises(DataError, match=told) as caught:
+        load_rows(Config(dataset_name=name), "train")
+    assert str(caught.value.where).startswith(where)
+    assert hint in str(caught.value.hint)
 
 
 def test_an_unknown_split_to_evaluate_on_is_named() -> None:

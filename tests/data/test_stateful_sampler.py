@@ -20,6 +20,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.determinism import seed_everything
 from ci_llm.data.stateful_sampler import StatefulSampler
 from ci_llm.errors import ConfigError, DataError, ForeignCheckpoint
+from tests.support.campaign import sampled_cases
 from tools.testbed.forkserver import ForkServer
 
 STEPS, ROWS, BATCH = 16, 50, 8  # seven batches an epoch, the last of two rows
@@ -85,9 +86,12 @@ def trace(folder: Path) -> list[Any]:
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
+#: The last but one and the last batch of an epoch among them.
+KILLED = [(workers, kill_at) for workers in (0, 2) for kill_at in (2, 5, 6, 9)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kill_at", [2, 5, 6, 9])  # the last but one and the last batch of an epoch among them
+@pytest.mark.parametrize(("workers", "kill_at"), sampled_cases(KILLED, [(0, 5), (2, 6), (2, 9)]))
 def test_killed_inside_an_epoch_a_plain_loop_ends_with_the_same_bits(
     workers: int, kill_at: int, server: ForkServer, straight: Path, tmp_path: Path
 ) -> None:

@@ -7,10 +7,10 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import datasets
 import numpy as np
 import pyarrow  # type: ignore[import-untyped]
 import pytest
@@ -18,19 +18,19 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm import embedded
-from ci_llm.config import Config
 from ci_llm.core import durable
 from ci_llm.data import tally, tokens
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE, Encoder, Example
 from ci_llm.data.prompts import Prompter
-from ci_llm.data.rows import Chat, Rows
-from ci_llm.data.sources import load_rows, recognised
-from ci_llm.data.tokens import ROWS_PER_CHUNK, TokenizedRows, tokenize
+from ci_llm.data.rows import Rows
+from ci_llm.data.sources import recognised
+from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.errors import DataError
 from tests.data.test_encoder import CHATML, PROMPT, byte_tokenizer
 from tests.support.messages import Messages
 from tools.testbed.events import DEADLINE_S
 
+Tokenised: TypeAlias = Callable[..., TokenizedRows]
 ROWS = [
     {"question": "Ann has 3 pens and buys 4. How many?", "answer": "3+4=7\n#### 7"},
     {"question": "Ben has 12 rolls.", "answer": None},
@@ -49,6 +49,16 @@ def rows(raw: list[dict[str, Any]] = ROWS) -> Rows:
     return recognised(Dataset.from_list(raw), "here")
 
 
+@pytest.fixture
+def tokenised(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Tokenised:
+    """Tokenises rows, into a cache of the test's own."""
+
+    def tokens_of(raw: list[dict[str, Any]] = ROWS, limit: int = 500, **how: Any) -> TokenizedRows:
+        return tokenize(rows(raw), tokenizer, max_seq_length=limit, cache_folder=tmp_path, **how)
+
+    return tokens_of
+
+
 def assert_same(ours: TokenizedRows, theirs: TokenizedRows) -> None:
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
@@ -57,8 +67,8 @@ def assert_same(ours: TokenizedRows, theirs: TokenizedRows) -> None:
     assert ours.fingerprint == theirs.fingerprint
 
 
-def test_examples_are_the_encoded_rows_in_order(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    found = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+def test_examples_are_the_encoded_rows_in_order(tokenizer: PreTrainedTokenizerBase, tokenised: Tokenised) -> None:
+    found = tokenised()
     encoder = Encoder(tokenizer)
     expected = [encoder.encode(row) for row in rows() if row is not None]
     assert len(found) == len(expected) == 4
@@ -71,21 +81,19 @@ def test_examples_are_the_encoded_rows_in_order(tokenizer: PreTrainedTokenizerBa
         found[4]
 
 
-def test_a_file_that_is_not_whole_is_made_again(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path).path
+def test_a_file_that_is_not_whole_is_made_again(tokenised: Tokenised, caplog: pytest.LogCaptureFixture) -> None:
+    path = tokenised().path
     content = path.read_bytes()
     for damaged in (b"", content[:100], content[:-1], b"\0" * len(content)):
         path.write_bytes(damaged)
         caplog.clear()
-        assert len(tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)) == 4
+        assert len(tokenised()) == 4
         assert path.read_bytes() == content
         assert str(path) in caplog.text
 
 
-def test_a_file_with_other_columns_is_made_again(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    path = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path).path
+def test_a_file_with_other_columns_is_made_again(tokenised: Tokenised) -> None:
+    path = tokenised().path
     content = path.read_bytes()
     file = pyarrow.ipc.open_file(pyarrow.BufferReader(content))
     batches = [file.get_batch_with_custom_metadata(number) for number in range(file.num_record_batches)]
@@ -93,19 +101,19 @@ def test_a_file_with_other_columns_is_made_again(tokenizer: PreTrainedTokenizerB
     with pyarrow.ipc.new_file(str(path), fewer) as writer:
         for batch, metadata in batches:
             writer.write_batch(batch.select(fewer.names), custom_metadata=metadata)
-    assert tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)[0] is not None
+    assert tokenised()[0] is not None
     assert path.read_bytes() == content
 
 
-def test_a_flipped_bit_is_never_trained_on(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    found = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+def test_a_flipped_bit_is_never_trained_on(tokenised: Tokenised) -> None:
+    found = tokenised()
     expected = [(each.input_ids.copy(), each.supervised.copy()) for each in found]
     content = found.path.read_bytes()
     ids = content.index(np.concatenate([one for one, _ in expected]).tobytes())
     mask = content.index(np.concatenate([one for _, one in expected]).tobytes())
     for at, row in ((ids, 0), (ids + 4 * len(expected[0][0]), 1), (mask, 0)):
         found.path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        read = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+        read = tokenised()
         for number in range(len(read)):
             if number == row:
                 with pytest.raises(DataError, match=f"row {row} of the tokens is damaged"):
@@ -115,19 +123,17 @@ def test_a_flipped_bit_is_never_trained_on(tokenizer: PreTrainedTokenizerBase, t
                 assert np.array_equal(read[number].input_ids, expected[number][0])
 
 
-@pytest.mark.slow
-def test_copies_of_other_rows_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    def kept(raw: list[dict[str, Any]]) -> TokenizedRows:
-        return tokenize(rows(raw), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+def test_copies_of_other_rows_are_counted(tokenised: Tokenised, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "ROWS_PER_CHUNK", 20)
 
-    many = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(ROWS_PER_CHUNK + 3)]
+    many = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(23)]
     some = [*many[-2:], many[7], many[7], {"question": "What is 7?", "answer": "#### 8"}]
-    assert kept(some).num_in(kept(many)) == 4
-    assert kept(many).num_in(kept(some)) == 3
+    assert tokenised(some).num_in(tokenised(many)) == 4
+    assert tokenised(many).num_in(tokenised(some)) == 3
 
 
-def test_rows_are_cut_left_out_and_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    found = tokenize(rows(), tokenizer, max_seq_length=40, cache_folder=tmp_path)
+def test_rows_are_cut_left_out_and_counted(tokenised: Tokenised) -> None:
+    found = tokenised(limit=40)
     assert [len(example.input_ids) for example in found][1] == 40
     assert found.row_numbers == [0, 3, 4]
     lines = "\n".join(found.description)
@@ -141,20 +147,15 @@ def test_rows_are_cut_left_out_and_counted(tokenizer: PreTrainedTokenizerBase, t
     assert f"{count} tokens in 3 rows, {targets} of them learned" in lines
 
 
-def test_one_row_is_shown_with_its_loss_mask(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    found = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+def test_one_row_is_shown_with_its_loss_mask(tokenised: Tokenised) -> None:
+    found = tokenised()
     assert found.description[1] == "chat template: built in, as the tokenizer has none"
     shown = "first row, learned in ⟦ ⟧: <bos>Ann has 3 pens and buys 4. How many?⏎⟦3+4=7⏎#### 7<eos>⟧"
     assert found.description[-1] == shown
 
 
-def test_all_of_a_plain_text_is_learned(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    found = tokenize(rows([{"text": "once upon a time"}]), tokenizer, max_seq_length=50, cache_folder=tmp_path)
-    assert found[0].supervised.tolist() == [False] + [True] * (len(found[0].input_ids) - 1)
-
-
 def test_the_second_time_nothing_is_tokenised(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer: PreTrainedTokenizerBase, tokenised: Tokenised, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = tokenize(rows(), tokenizer, max_seq_length=40, cache_folder=tmp_path / "new" / "folder")
     monkeypatch.setattr(Encoder, "encode", lambda *_: pytest.fail("tokenised again"))
@@ -164,30 +165,22 @@ def test_the_second_time_nothing_is_tokenised(
     assert [file.suffix for file in (tmp_path / "new" / "folder").iterdir()] == [".arrow"]
 
 
-def test_other_tokens_have_another_path_and_fingerprint(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_other_tokens_have_another_path_and_fingerprint(tokenised: Tokenised, tmp_path: Path) -> None:
     other = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER)
     other.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     special = AutoTokenizer.from_pretrained(embedded.BASE_FOLDER, eos_token="<pad>")
     made = [
-        tokenize(rows(), tokenizer, max_seq_length=40, cache_folder=tmp_path),
-        tokenize(rows(), tokenizer, max_seq_length=41, cache_folder=tmp_path),
-        tokenize(rows(ROWS[::-1]), tokenizer, max_seq_length=40, cache_folder=tmp_path),
+        tokenised(limit=40),
+        tokenised(limit=41),
+        tokenised(ROWS[::-1], limit=40),
         tokenize(rows(), other, max_seq_length=40, cache_folder=tmp_path),
         tokenize(rows(), special, max_seq_length=40, cache_folder=tmp_path),
     ]
     assert len({found.path for found in made}) == len({found.fingerprint for found in made}) == 5
 
 
-@pytest.mark.slow
-def test_many_rows_are_read_from_several_chunks(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    many = [{"text": f"text number {number}"} for number in range(ROWS_PER_CHUNK + 5)]
-    found = tokenize(rows(many), tokenizer, max_seq_length=50, cache_folder=tmp_path)
-    for number in (0, ROWS_PER_CHUNK - 1, ROWS_PER_CHUNK, ROWS_PER_CHUNK + 4):
-        assert tokenizer.decode(found[number].input_ids) == f"<bos>text number {number}<eos>"
-
-
 def test_tokens_go_to_the_disk_while_rows_are_read(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer: PreTrainedTokenizerBase, tokenised: Tokenised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory then holds one chunk, however many rows there are."""
     encoded = 0
@@ -207,14 +200,16 @@ def test_tokens_go_to_the_disk_while_rows_are_read(
     monkeypatch.setattr(Encoder, "encode", counted)
     monkeypatch.setattr(durable.DISK, "write", noted)
     many = [{"text": f"text number {number}"} for number in range(95)]
-    found = tokenize(rows(many), tokenizer, max_seq_length=50, cache_folder=tmp_path)
+    found = tokenised(many, limit=50)
     assert sorted({*at_writes}) == [*range(10, 95, 10), 95]
     assert len(found) == 95
+    for number in (0, 9, 10, 94):
+        assert tokenizer.decode(found[number].input_ids) == f"<bos>text number {number}<eos>"
     assert found.description[-1].startswith("first row, learned in")
 
 
-def test_a_spawned_worker_opens_the_file_itself(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    found = tokenize(rows(), tokenizer, max_seq_length=40, cache_folder=tmp_path)
+def test_a_spawned_worker_opens_the_file_itself(tokenised: Tokenised) -> None:
+    found = tokenised(limit=40)
     assert len(found) == 3  # the table is open before it is sent
     assert_same(pickle.loads(pickle.dumps(found)), found)  # noqa: S301
 
@@ -226,22 +221,18 @@ NOTHING_LEFT: dict[str, tuple[list[dict[str, Any]], int]] = {
 
 
 @pytest.mark.parametrize("name", NOTHING_LEFT)
-def test_nothing_left_to_learn(
-    name: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path, messages: Messages
-) -> None:
+def test_nothing_left_to_learn(name: str, tokenised: Tokenised, tmp_path: Path, messages: Messages) -> None:
     raw, limit = NOTHING_LEFT[name]
     with pytest.raises(DataError, match="No row is left to learn from") as caught:
-        tokenize(rows(raw), tokenizer, max_seq_length=limit, cache_folder=tmp_path)
+        tokenised(raw, limit=limit)
     messages.same(caught.value)
     assert caught.value.where == "here"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_messages_distinguish_no_row_to_evaluate_from_no_row_to_learn_from(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_messages_distinguish_no_row_to_evaluate_from_no_row_to_learn_from(tokenised: Tokenised) -> None:
     with pytest.raises(DataError, match="No row is left to evaluate: 1 of 1 rows: 1 without an answer") as caught:
-        tokenize(rows([ROWS[1]]), tokenizer, max_seq_length=20, cache_folder=tmp_path, evaluated=True)
+        tokenised([ROWS[1]], limit=20, evaluated=True)
     assert "other rows to evaluate on: val_set_size= or eval_dataset_name=" in str(caught.value.hint)
 
 
@@ -264,10 +255,10 @@ def test_a_cache_that_cannot_be_written(tokenizer: PreTrainedTokenizerBase, tmp_
     assert caught.value.where == str(tmp_path / "file" / "folder")
 
 
-def test_marked_answers_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_marked_answers_are_counted(tokenised: Tokenised) -> None:
     asked, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
     chats = [[asked, answer | {"weight": 0}, asked, answer | {"weight": 1}], [asked, answer | {"weight": 0}]]
-    found = tokenize(rows([{"messages": chat} for chat in chats]), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    found = tokenised([{"messages": chat} for chat in chats])
     assert (
         "1 answers are not learned: they are marked by weight or loss_weight 0, or by train, training or loss false"
         in found.description
@@ -281,8 +272,8 @@ TOOLS = [
 ]
 
 
-def test_calls_of_tools_that_the_template_hides_are_counted(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    found = tokenize(rows(TOOLS), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+def test_calls_of_tools_that_the_template_hides_are_counted(tokenised: Tokenised) -> None:
+    found = tokenised(TOOLS)
     assert found.row_numbers == [1]
     assert any(
         "left out: 1 of 2 rows: 1 that the chat template cannot show (1: it leaves out" in line
@@ -291,7 +282,7 @@ def test_calls_of_tools_that_the_template_hides_are_counted(tokenizer: PreTraine
     with pytest.raises(
         DataError, match=r"1 that the chat template cannot show \(1: it leaves out the calls of tools"
     ) as caught:
-        tokenize(rows(TOOLS[:1]), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+        tokenised(TOOLS[:1])
     assert "chat_template that shows such chats" in str(caught.value.hint)
 
 
@@ -314,12 +305,12 @@ def test_several_processes_write_the_same_file(
 
 
 def test_a_process_that_is_ended_from_outside_is_an_error(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenised: Tokenised, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_several_processes(monkeypatch)
     monkeypatch.setattr(tally, "_begin", lambda _: os._exit(9))
     with pytest.raises(DataError, match="a process that tokenised rows was ended from outside"):
-        tokenize(rows(ROWS_OF_CHATS), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+        tokenised(ROWS_OF_CHATS)
 
 
 ROWS_OF_CHATS = [
@@ -367,12 +358,12 @@ def test_empty_answers_name_their_column(tokenizer: PreTrainedTokenizerBase, tmp
     assert "read are: Frage, answer" in str(caught.value.hint)
 
 
-def test_blank_lines_of_plain_text_are_called_empty(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_blank_lines_of_plain_text_are_called_empty(tokenised: Tokenised) -> None:
     texts = [{"text": text} for text in ("once upon a time", "", " ")]
-    found = tokenize(rows(texts), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+    found = tokenised(texts)
     assert "left out: 2 of 3 rows: 2 empty" in found.description
     with pytest.raises(DataError, match="No row is left to learn from: 2 of 2 rows: 2 empty"):
-        tokenize(rows(texts[1:]), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+        tokenised(texts[1:])
 
 
 def test_doubtful_templates_are_warned_about(tmp_path: Path) -> None:
@@ -389,15 +380,15 @@ def test_doubtful_templates_are_warned_about(tmp_path: Path) -> None:
     assert usual.facts.warnings == []
 
 
-def test_a_row_of_foreign_tokens_is_named(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_a_row_of_foreign_tokens_is_named(tokenised: Tokenised) -> None:
     with pytest.raises(DataError, match="This row cannot be used: token id 70000 is none of the tokenizer's") as caught:
-        tokenize(rows([{"input_ids": [1, 70000]}]), tokenizer, max_seq_length=40, cache_folder=tmp_path)
+        tokenised([{"input_ids": [1, 70000]}], limit=40)
     assert caught.value.where == "here, row 0 (counted from 0)"
 
 
 @pytest.mark.slow
-def test_tokens_are_read_without_pandas(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    found = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)
+def test_tokens_are_read_without_pandas(tokenised: Tokenised) -> None:
+    found = tokenised()
     code = f"""
 import sys
 from ci_llm.data.tokens import TokenizedRows
@@ -408,47 +399,21 @@ print(row.input_ids.tolist(), row.supervised.tolist(), "pandas" in sys.modules)
     assert done.stdout.strip() == f"{found[1].input_ids.tolist()} {found[1].supervised.tolist()} False"
 
 
-def test_prompts_that_are_learned_are_other_tokens(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
-    answers = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path)
-    whole = tokenize(rows(), tokenizer, max_seq_length=500, cache_folder=tmp_path, train_on_prompt=True)
+def test_prompts_that_are_learned_are_other_tokens(tokenised: Tokenised) -> None:
+    answers = tokenised()
+    whole = tokenised(train_on_prompt=True)
     assert whole.path != answers.path
     assert all(example.supervised[1:].all() for example in whole)
-
-
-@pytest.mark.slow
-def test_rows_of_a_hub_s_data_set_are_the_same_from_every_format(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    texts = [(f"What is {n} plus “{n * n}”?\n", f"{n} + {n * n} = {n + n * n}\n#### {n + n * n}") for n in range(1200)]
-    test_split = datasets.Dataset.from_dict(dict(zip(("question", "answer"), zip(*texts, strict=True), strict=True)))
-    datasets.DatasetDict(test=test_split).save_to_disk(tmp_path / "saved")
-    test_split.to_json(tmp_path / "test.jsonl", force_ascii=False)
-    test_split.to_parquet(tmp_path / "test.parquet")
-    found = [
-        tokenize(
-            load_rows(Config(dataset_name=str(name), dataset_split="test", eval_split="test"), "train"),
-            tokenizer,
-            max_seq_length=256,
-            cache_folder=tmp_path / f"own{number}",
-        )
-        for number, name in enumerate([tmp_path / "saved", tmp_path / "test.jsonl", tmp_path / "test.parquet"])
-    ]
-    assert_same(found[1], found[0])
-    assert_same(found[2], found[0])
-    assert len({each.path.name for each in found}) == 1
-    assert len(found[0]) > 1000
-    assert all(isinstance(row, Chat) and "####" in row.messages[-1].content for row in found[0].rows)
 
 
 TEXTS = [{"text": "once upon a time " * 12}, {"text": "two"}, {"text": "Ann has 3 pens and buys 4. " * 7}]
 
 
 def test_a_long_text_is_cut_into_blocks_that_together_teach_all_of_it_once(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    tokenizer: PreTrainedTokenizerBase, tokenised: Tokenised
 ) -> None:
-    whole = tokenize(rows(TEXTS), tokenizer, max_seq_length=500, cache_folder=tmp_path)
-    found = tokenize(rows(TEXTS), tokenizer, max_seq_length=16, cache_folder=tmp_path)
+    whole = tokenised(TEXTS)
+    found = tokenised(TEXTS, limit=16)
     for number in range(len(TEXTS)):
         blocks = [found[at] for at, row in enumerate(found.row_numbers) if row == number]
         joined = [*blocks[0].input_ids, *(token for block in blocks[1:] for token in block.input_ids[1:])]
@@ -466,7 +431,7 @@ def test_a_long_text_is_cut_into_blocks_that_together_teach_all_of_it_once(
     blocks = len(found) - 1
     assert f"2 texts of more than max_seq_length 16 tokens are cut into {blocks} blocks" in "\n".join(found.description)
     assert found.num_in(found) == 3
-    other = tokenize(rows(TEXTS[1:]), tokenizer, max_seq_length=16, cache_folder=tmp_path)
+    other = tokenised(TEXTS[1:], limit=16)
     assert (found.num_in(other), other.num_in(found)) == (2, 2)
 
 
@@ -475,17 +440,17 @@ def length(example: Example) -> int:
 
 
 @pytest.mark.parametrize("extra", [0, 1, 15, 16])
-def test_the_last_block_is_never_a_token_alone(extra: int, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_the_last_block_is_never_a_token_alone(extra: int, tokenised: Tokenised) -> None:
     text = [{"text": " ".join(["two"] * (29 + extra))}]
-    whole = tokenize(rows(text), tokenizer, max_seq_length=500, cache_folder=tmp_path)
-    found = tokenize(rows(text), tokenizer, max_seq_length=16, cache_folder=tmp_path)
+    whole = tokenised(text)
+    found = tokenised(text, limit=16)
     assert len(found) == -(-(length(whole[0]) - 1) // 15)
     assert found.facts.targets == whole.facts.targets
 
 
-def test_other_long_rows_are_cut_with_a_message(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_other_long_rows_are_cut_with_a_message(tokenised: Tokenised) -> None:
     chats = [{"question": "What?", "answer": row["text"]} for row in TEXTS]
-    whole, cut = (tokenize(rows(chats), tokenizer, max_seq_length=limit, cache_folder=tmp_path) for limit in (500, 40))
+    whole, cut = (tokenised(chats, limit=limit) for limit in (500, 40))
     assert [length(example) for example in cut] == [min(40, length(example)) for example in whole]
     (told,) = cut.facts.warnings
     assert f"{cut.facts.cut} rows cut at max_seq_length 40: {whole.facts.tokens - cut.facts.tokens} of" in told

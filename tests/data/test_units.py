@@ -25,6 +25,7 @@ from ci_llm.run.start.loading import objective_by_rows, require_both_classes
 TOKENIZER = AutoTokenizer.from_pretrained(BASE_FOLDER)
 TEXTS = {"prompt": "2 + 2?\n", "chosen": "4", "rejected": "five"}
 RATED = {"prompt": "2 + 2?\n", "completion": "4", "label": True}
+LABELLED = [{"text": "Ann has 3 pens.", "label": 0}, {"text": "Ben has 9 hats.", "label": 2}]
 
 
 def said(*turns: str) -> list[dict[str, str]]:
@@ -213,25 +214,36 @@ def test_auto_goes_by_the_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "keys", "unread"),
+    ("rows", "keys", "unread"),
     [
-        ({"text": "once"}, {"beta": 0.3}, "beta has no effect: objective is sft"),
-        (TEXTS, {"simpo_gamma": 1.0}, "simpo_gamma has no effect: objective is dpo"),
-        (TEXTS, {"beta": 0.3, "loss_type": "ipo", "reference": "start", "init_from": "x"}, None),
-        (RATED, {"beta": 0.3}, None),
+        ([{"text": "once"}], {"beta": 0.3}, "beta has no effect: objective is sft"),
+        ([TEXTS], {"simpo_gamma": 1.0}, "simpo_gamma has no effect: objective is dpo"),
+        ([TEXTS], {"beta": 0.3, "loss_type": "ipo", "reference": "start", "init_from": "x"}, None),
+        ([RATED], {"beta": 0.3}, None),
         (
-            TEXTS,
+            [TEXTS],
             {"agents": ({"beta": 0.3}, {}), "num_agents": 2, "objective": "reward"},
             "beta has no effect: objective is reward",
         ),
+        (
+            LABELLED,
+            {"objective": "regression", "beta": 0.3, "reference": "start", "init_from": "x"},
+            "beta, reference has no effect: objective is regression",
+        ),
+        (LABELLED, {"beta": 0.3}, "beta has no effect: objective is classification"),
+        (LABELLED, {"num_labels": 3}, None),
     ],
     ids=str,
 )
 def test_keys_that_the_objective_does_not_read_are_named(
-    row: dict[str, Any], keys: dict[str, Any], unread: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    rows: list[dict[str, Any]],
+    keys: dict[str, Any],
+    unread: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "ci_llm")
-    objective_by_rows(Config(**keys), [rows_of(tmp_path, row)], 4)
+    objective_by_rows(Config(**keys), [rows_of(tmp_path, *rows)], 4)
     assert [line for line in caplog.messages if "has no effect" in line] == ([] if unread is None else [unread])
 
 

@@ -19,17 +19,9 @@ from ci_llm.cli.main import main
 from tests.support.documented import NO_CODE, run, run_line
 from tests.support.markdown import ROOT, Block, blocks_of
 
-PAGES = [
-    ROOT / "README.md",
-    *sorted(ROOT.glob("docs/**/*.md")),
-    *sorted(ROOT.glob("tools/*/README.md")),
-]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("tools/*/README.md"))]
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 LANGUAGES = {"python", "bash", "console", "yaml", *NO_CODE}
-
-
-def ident(block: Block) -> str:
-    return str(block)
 
 
 def name_of(page: Path) -> str:
@@ -37,7 +29,7 @@ def name_of(page: Path) -> str:
 
 
 @pytest.mark.fast_cases(59)
-@pytest.mark.parametrize("block", BLOCKS, ids=ident)
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_block_has_a_language_and_can_be_parsed(block: Block) -> None:
     assert block.language in LANGUAGES, "give it a language; `text` if it is no code"
     assert {*block.marks} <= {"not run", "needs", "file", "given", "floors"}

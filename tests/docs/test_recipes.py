@@ -8,12 +8,9 @@ test` in `ON_THE_REAL_BASE`.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,11 +21,11 @@ from transformers import AutoConfig, AutoTokenizer
 from ci_llm.embedded import BASE_FOLDER
 from tests.support import campaign
 from tests.support.campaign import drawn
+from tests.support.children import python
 from tests.support.documented import NAMED_BASE, run, shorter
 from tests.support.markdown import ROOT, Block, blocks_of
 from tests.support.presets import KNOWN
 from tools.real_base import FOLDER, NotFetchedError, real_base
-from tools.testbed.events import DEADLINE_S
 
 #: Every section of these is a recipe.
 PAGES = [*sorted(ROOT.glob("docs/recipes/*.md")), ROOT / "docs/agents.md"]
@@ -150,21 +147,7 @@ def test_the_configuration_of_the_large_recipe_passes_every_check_that_this_mach
     [words] = [words for words in checked_lines() if LARGE in words]
     AutoConfig.for_model(**KNOWN["meta-llama/Llama-3.1-8B"]).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(BASE_FOLDER).save_pretrained(tmp_path)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "ci_llm",
-            *words[1:],
-            f"model_name={tmp_path}",
-            "dataset_name=my.jsonl",
-            "dataset_subset=null",
-        ],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_S,
-    )
+    own = [f"model_name={tmp_path}", "dataset_name=my.jsonl", "dataset_subset=null"]
+    done = python("-m", "ci_llm", *words[1:], *own, HF_HUB_OFFLINE="1")
     assert re.findall(r"^FAILED +(.*?)  ", done.stdout, re.MULTILINE) == ["model"], done.stdout + done.stderr
     assert re.search(r"^ok +estimate .*8\.03B parameters", done.stdout, re.MULTILINE), done.stdout

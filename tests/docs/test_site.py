@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -15,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import CHROMIUM, NO_CHROMIUM, Browser
+from tests.support.children import python
 from tests.support.markdown import ROOT
-from tools.testbed.events import DEADLINE_S
 
 pytestmark = pytest.mark.slow
 
@@ -24,15 +21,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_S,
-    )
+    words = ["build", "--strict", "--site-dir", folder]
+    done = python("-m", "mkdocs", *words, cwd=ROOT, NO_MKDOCS_2_WARNING="1")
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
     assert "WARNING" not in said

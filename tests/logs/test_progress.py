@@ -49,10 +49,7 @@ def test_a_plain_line_per_interval_and_always_at_the_end(
 def test_a_line_gives_the_means_over_its_interval(log: RunLog, screen: io.StringIO, clock: Clock) -> None:
     for step, losses in enumerate([[9.0, 9.0], [1.0, 4.0], [], [3.0, 6.0]], start=1):
         log.progress(Position(step, 4, losses))
-    assert screen.getvalue().splitlines() == [
-        "step 1/4  25%  loss 9 (9 9)",
-        "step 4/4  100%  loss 3.5 (2 5)",
-    ]
+    assert screen.getvalue().splitlines() == ["step 1/4  25%  loss 9 (9 9)", "step 4/4  100%  loss 3.5 (2 5)"]
 
 
 def test_speed_is_that_of_the_last_minute_and_leaves_evaluations_out(clock: Clock) -> None:

@@ -43,6 +43,11 @@ def screen() -> io.StringIO:
     return io.StringIO()
 
 
+@pytest.fixture
+def log(tmp_path: Path, screen: io.StringIO) -> RunLog:
+    return make_log(tmp_path, screen)
+
+
 def make_log(folder: Path, screen: TextIO, **options: Any) -> RunLog:
     log = RunLog(folder, terminal=screen, **options)
     log.open(1)
@@ -108,9 +113,8 @@ def test_a_closed_log_takes_no_records_and_restores_the_logger(
 
 
 def test_threads_that_log_and_threads_that_write_metrics_do_not_wait_for_each_other(
-    tmp_path: Path, screen: io.StringIO
+    tmp_path: Path, log: RunLog
 ) -> None:
-    log = make_log(tmp_path, screen)
     log._trackers = SimpleNamespace(log=lambda *_: logger.warning("while metrics are written"))  # type: ignore[assignment]
     count = 300
 
@@ -132,9 +136,8 @@ def test_threads_that_log_and_threads_that_write_metrics_do_not_wait_for_each_ot
 
 
 def test_a_forked_process_writes_nothing_and_does_not_wait_for_a_lock_of_its_parent(
-    tmp_path: Path, screen: io.StringIO
+    tmp_path: Path, log: RunLog
 ) -> None:
-    log = make_log(tmp_path, screen)
     held, forked = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -190,9 +193,8 @@ def test_an_attempt_that_lost_its_folder_writes_nothing(tmp_path: Path, screen: 
 
 
 def test_a_full_disk_is_reported_once_and_lines_stay_whole(
-    tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, screen: io.StringIO, log: RunLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = make_log(tmp_path, screen)
     log.metrics(1, {"loss": 1.0})
     whole = (tmp_path / METRICS_NAME).read_bytes()
     real_open = Path.open
@@ -226,8 +228,7 @@ def _write(path: Path, data: bytes) -> None:
 # Metrics
 
 
-def test_metrics_are_strict_json(tmp_path: Path, screen: io.StringIO) -> None:
-    log = make_log(tmp_path, screen)
+def test_metrics_are_strict_json(tmp_path: Path, log: RunLog) -> None:
     log.metrics(3, {"loss": float("nan"), "up": float("inf"), "down": float("-inf"), "n": 2, "name": "é", "x": None})
     (record,) = lines(tmp_path)
     time = record.pop("time")
@@ -237,8 +238,7 @@ def test_metrics_are_strict_json(tmp_path: Path, screen: io.StringIO) -> None:
     }  # fmt: skip
 
 
-def test_truncation_keeps_lines_before_the_resumed_step(tmp_path: Path, screen: io.StringIO) -> None:
-    log = make_log(tmp_path, screen)
+def test_truncation_keeps_lines_before_the_resumed_step(tmp_path: Path, log: RunLog) -> None:
     log.metrics_file.truncate(5)
     for step in (1, 2, 2, 3, 10):
         log.metrics(step, {"loss": 1.0})
@@ -320,8 +320,7 @@ def test_a_fresh_start_drops_the_curve_of_an_attempt_that_saved_nothing(tmp_path
     assert drawn(tmp_path)[1] == [(10, 2.0), (20, 2.0)]
 
 
-def test_a_tracker_that_fails_is_named_and_left_out(tmp_path: Path, screen: io.StringIO) -> None:
-    log = make_log(tmp_path, screen)
+def test_a_tracker_that_fails_is_named_and_left_out(tmp_path: Path, screen: io.StringIO, log: RunLog) -> None:
     log.start_trackers(make_accelerator(), ("tensorboard",))
     assert log._trackers is not None
     [one] = log._trackers._trackers
@@ -335,7 +334,7 @@ def test_a_tracker_that_fails_is_named_and_left_out(tmp_path: Path, screen: io.S
 
 
 def test_a_checkpoint_after_the_failure_of_a_tracker_still_has_the_id_of_its_run(
-    tmp_path: Path, screen: io.StringIO, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, screen: io.StringIO, log: RunLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it the next attempt would begin another run there."""
 
@@ -349,7 +348,6 @@ def test_a_checkpoint_after_the_failure_of_a_tracker_still_has_the_id_of_its_run
     tracker = SimpleNamespace(log=refuse, finish=refuse, store_init_configuration=lambda _values: None)
     monkeypatch.setattr(trackers, "find_kind", lambda _name: Named())
     monkeypatch.setattr(trackers, "_start", lambda *_: tracker)
-    log = make_log(tmp_path, screen)
     log.start_trackers(make_accelerator(), ("tensorboard",))
     log.metrics(1, {"loss": 1.0})
     assert "tensorboard failed and is left out" in screen.getvalue()

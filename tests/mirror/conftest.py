@@ -74,11 +74,14 @@ def url(tmp_path: Path) -> str:
 
 @pytest.fixture
 def node(tmp_path: Path, url: str) -> Iterator[Callable[..., Node]]:
-    """Makes nodes by the name of their disk, and closes them."""
+    """Makes nodes by the name of their disk, and closes them; with steps it begins and saves these."""
     made: list[Node] = []
 
-    def make(disk: str, **options: Any) -> Node:
+    def make(disk: str, *steps: int, **options: Any) -> Node:
         made.append(Node(tmp_path / disk, **{"url": url, **options}))
+        if steps:
+            made[-1].begin()
+            made[-1].save(*steps)
         return made[-1]
 
     yield make

@@ -77,9 +77,7 @@ def test_a_file_that_is_larger_than_one_request_comes_back(
 ) -> None:
     monkeypatch.setattr(reader, "PART_BYTES", 700)
     monkeypatch.setattr(writer, "PART_BYTES", 700)
-    one = node("one", url=f"{kind}://{tmp_path}/mirror")
-    one.begin()
-    one.save(1)
+    one = node("one", 1, url=f"{kind}://{tmp_path}/mirror")
     fresh = node("fresh", url=one.url)
     assert fresh.begin() == 1
     assert dict(fresh.manager.metadata(1).files) == records(1)
@@ -102,9 +100,7 @@ def test_a_pruned_step_takes_its_files_with_it_and_no_others(node: Nodes) -> Non
 
 
 def test_the_last_of_two_writers_to_claim_wins_and_steps_are_not_mixed(node: Nodes, said: list[str]) -> None:
-    one = node("one")
-    one.begin()
-    one.save(1, 2)
+    one = node("one", 1, 2)
     other = node("other")
     assert other.begin() == 2
     other.save(3)
@@ -121,9 +117,7 @@ def test_the_last_of_two_writers_to_claim_wins_and_steps_are_not_mixed(node: Nod
 
 
 def test_a_claim_that_comes_late_puts_no_step_aside_that_it_has_not_seen(node: Nodes) -> None:
-    one = node("one")
-    one.begin()
-    one.save(1)
+    node("one", 1)
     late, other = node("late"), node("other")
     late.fill()
     other.begin()
@@ -139,13 +133,9 @@ def test_a_start_while_the_store_is_away_claims_nothing_that_others_have_claimed
     node: Nodes, refusing: list[Refusing], said: list[str]
 ) -> None:
     """The disk has a record of the last generation that it belonged to."""
-    one = node("one")
-    one.begin()
-    one.save(1)
+    one = node("one", 1)
     one.close()
-    other = node("other")
-    other.begin()
-    other.save(2)
+    other = node("other", 2)
     again = node("one")
     refusing[2].refuses = lambda verb, key: True
     assert again.begin() == 1
@@ -156,9 +146,7 @@ def test_a_start_while_the_store_is_away_claims_nothing_that_others_have_claimed
 
 
 def test_the_mirror_of_another_run_is_refused(node: Nodes) -> None:
-    one = node("one")
-    one.begin()
-    one.save(1)
+    one = node("one", 1)
     stranger = node("stranger")
     stranger.manager.save(7, {"w": 1})
     stranger.manager.wait_until_finished()
@@ -168,9 +156,7 @@ def test_the_mirror_of_another_run_is_refused(node: Nodes) -> None:
 
 
 def test_a_damaged_newest_step_is_passed_over_set_aside_and_sent_again(node: Nodes) -> None:
-    one = node("one")
-    one.begin()
-    one.save(1, 2)
+    one = node("one", 1, 2)
     flip(stored(one, entry(one, "checkpoint_step_2").key("optimizer.safetensors")), bit=100)
     fresh = node("fresh")
     assert fresh.begin() == 1
@@ -199,9 +185,7 @@ def test_a_mirror_that_is_half_there_is_healed_from_the_disk(node: Nodes) -> Non
 
 
 def test_going_back_takes_newer_steps_out_of_the_line_and_keeps_them(node: Nodes) -> None:
-    one = node("one", keep=None)
-    one.begin()
-    one.save(1, 2, 3)
+    one = node("one", 1, 2, 3, keep=None)
     one.close()
     back = node("one", keep=None)
     back.manager.read(1)
@@ -215,9 +199,7 @@ def test_going_back_takes_newer_steps_out_of_the_line_and_keeps_them(node: Nodes
 
 @pytest.mark.parametrize("damage", ["flipped", "emptied"])
 def test_the_copy_takes_the_place_of_a_damaged_head(node: Nodes, damage: str) -> None:
-    one = node("one")
-    one.begin()
-    one.save(1, 2, 3)
+    one = node("one", 1, 2, 3)
     before, path = one.head, stored(one, HEAD)
     flip(path, bit=1000) if damage == "flipped" else path.write_bytes(b"")
     assert one.head == before
@@ -354,9 +336,7 @@ def test_an_empty_disk_does_not_start_from_scratch_while_the_mirror_cannot_be_re
 def test_a_disk_that_takes_nothing_of_the_mirror_is_one_error(
     refused: str, node: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = node("one")
-    one.begin()
-    one.save(1)
+    node("one", 1)
 
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -376,13 +356,9 @@ def test_a_disk_that_was_filled_in_part_is_filled_by_the_next_start(
     is_empty: bool, node: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Filling is interrupted at each of its reads from the mirror and at each of its commits on the disk."""
-    old = node("old", keep=None)
-    old.begin()
-    old.save(1)
+    old = node("old", 1, keep=None)
     old.close()
-    one = node("one", keep=None)
-    one.begin()
-    one.save(2, 3)
+    one = node("one", 2, 3, keep=None)
     one.manager.saver.finish({"README.md": b"a card"})
     assert one.mirror.flush(DEADLINE_S)
     monkeypatch.setattr(filling, "pinned_steps", lambda folder: frozenset({2}))  # the best one by validation
@@ -414,9 +390,7 @@ def test_a_disk_that_was_filled_in_part_is_filled_by_the_next_start(
 
 @pytest.mark.parametrize(("text", "steps"), [(None, [3]), ("{", [1, 2, 3])])
 def test_all_steps_are_pulled_where_the_best_one_is_unknown(text: str | None, steps: list[int], node: Nodes) -> None:
-    one = node("one", keep=None)
-    one.begin()
-    one.save(1, 2, 3)
+    node("one", 1, 2, 3, keep=None)
     fresh = node("fresh", keep=None)
     if text is not None:
         fresh.folder.mkdir()
@@ -428,9 +402,7 @@ def test_all_steps_are_pulled_where_the_best_one_is_unknown(text: str | None, st
 def test_a_disk_that_was_filled_in_part_does_not_resume_without_the_mirror(
     node: Nodes, refusing: list[Refusing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = node("one", keep=None)
-    one.begin()
-    one.save(1, 2)
+    node("one", 1, 2, keep=None)
     monkeypatch.setattr(filling, "pinned_steps", lambda folder: frozenset({1}))
     other = node("other", keep=None)
     adopt = other.manager.store.adopt
@@ -452,9 +424,7 @@ def test_an_error_of_this_machine_is_tried_again_and_damage_is_not(
     node: Nodes, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     monkeypatch.setattr(sender, "backoff_s", lambda failures, hurry: 0.0)
-    one = node("one")
-    one.begin()
-    one.save(1)
+    one = node("one", 1)
     send, refusals = one.mirror._writer.send_step, [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
 
     def refuse(folder: Path) -> Any:
@@ -476,9 +446,7 @@ def test_a_disk_that_fails_while_the_mirror_is_behind_does_not_end_its_thread(
     node: Nodes, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     monkeypatch.setattr(sender, "backoff_s", lambda failures, hurry: 0.0)
-    one = node("one")
-    one.begin()
-    one.save(1)
+    one = node("one", 1)
     failed = threading.Event()
 
     def refuse(folder: Path) -> Any:
@@ -499,9 +467,7 @@ def test_a_disk_that_fails_while_the_mirror_is_behind_does_not_end_its_thread(
 
 
 def test_a_step_that_is_damaged_here_is_named_and_not_sent(node: Nodes, said: list[str]) -> None:
-    one = node("one")
-    one.begin()
-    one.save(1)
+    one = node("one", 1)
     one.manager.save(2, {"w": 2})
     one.manager.wait_until_finished()
     assert one.mirror.flush(DEADLINE_S)
@@ -516,9 +482,7 @@ def test_a_step_that_is_damaged_here_is_named_and_not_sent(node: Nodes, said: li
 def test_a_bug_of_the_mirror_is_reported_and_does_not_end_the_run(
     node: Nodes, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    one = node("one")
-    one.begin()
-    one.save(1)
+    one = node("one", 1)
     monkeypatch.setattr(one.mirror._writer, "send_step", lambda folder: 1 / 0)
     one.save(2, flush=False)
     assert not one.mirror.flush(DEADLINE_S)
@@ -534,9 +498,7 @@ def test_a_local_copy_is_verified_and_written_again_where_it_is_damaged(
     node: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CI_LLM_CACHE", str(tmp_path / "cache"))
-    one = node("one")
-    one.begin()
-    one.save(1, 2)
+    one = node("one", 1, 2)
     copy = local_copy(one.url, "RUN")
     assert copy.name == "checkpoint_step_2"
     assert dict(verify_folder(copy).files) == records(2)

@@ -22,10 +22,7 @@ Nodes = Callable[..., Node]
 @pytest.fixture
 def one(node: Nodes) -> Node:
     """A node whose mirror has the steps 1 and 2."""
-    made = node("one")
-    made.begin()
-    made.save(1, 2)
-    return made
+    return node("one", 1, 2)
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "optimizer.safetensors"])

@@ -30,7 +30,7 @@ from tools.testbed.forkserver import ForkServer
 
 pytestmark = pytest.mark.slow
 
-QUESTIONS: list[str] = [row["question"] for row in rows("test")[:8]]
+QUESTIONS: list[str] = [row["question"] for row in rows("test")[:4]]
 MODELS = ("crowd", "agent0", "agent1", "agent2", "base")
 LONG: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True}
 

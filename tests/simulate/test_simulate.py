@@ -40,11 +40,5 @@ def test_all_that_is_wrong_is_said_at_once(capsys: pytest.CaptureFixture[str]) -
 def test_a_table_has_the_best_interval_and_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(SHORT) == 0
     said = capsys.readouterr().out
-    for part in (
-        "every 300 s",
-        "failures twice as often",
-        "best: ",
-        "Daly's formula",
-        "bound: ",
-    ):
+    for part in ("every 300 s", "failures twice as often", "best: ", "Daly's formula", "bound: "):
         assert part in said

@@ -170,12 +170,7 @@ class Cluster:
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
-    def submit(
-        self,
-        *words: object,
-        environment: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
-    ) -> Job:
+    def submit(self, *words: object, environment: Mapping[str, str] | None = None, cwd: Path | None = None) -> Job:
         """`sbatch WORDS`, from the folder `cwd`."""
         cwd = cwd or self.folder
         number = self.call("sbatch", "--parsable", *words, environment=environment, cwd=cwd)

@@ -42,6 +42,7 @@ class Terminal:
         is_terminal: its output goes to a pseudo-terminal, 90 columns wide; else into a pipe.
         hasty: without pauses before a relaunch.
         program: what Python runs instead of safe_train.py.
+        types: somebody types at the terminal, where Ctrl-C is a key; what is written there arrives as a screen gets it.
     """
 
     def __init__(
@@ -52,22 +53,25 @@ class Terminal:
         hasty: bool = False,
         env: Mapping[str, str] | None = None,
         program: Sequence[str] = (str(ROOT / "safe_train.py"),),
+        types: bool = False,
     ) -> None:
         self._read_fd, write_fd = os.openpty() if is_terminal else os.pipe()
         if is_terminal:
+            self.resize(80 if types else 90)
+        if is_terminal and not types:
             modes = termios.tcgetattr(write_fd)
             modes[1] &= ~termios.OPOST  # what arrives here is then what was written, byte for byte
             termios.tcsetattr(write_fd, termios.TCSANOW, modes)
-            self.resize(90)
         door = ["-c", HASTY] if hasty else program
         self.process = subprocess.Popen(
             [sys.executable, *door, *map(str, arguments)],
             cwd=cwd,
             env={**os.environ, **({"PYTHONPATH": str(ROOT)} if hasty else {}), **(env or {})},
-            stdin=subprocess.DEVNULL,
+            stdin=write_fd if types else subprocess.DEVNULL,
             stdout=write_fd,
             stderr=write_fd,
             start_new_session=True,
+            preexec_fn=(lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)) if types else None,
         )
         os.close(write_fd)
         self.output = b""
@@ -83,14 +87,25 @@ class Terminal:
     def resize(self, columns: int) -> None:
         fcntl.ioctl(self._read_fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
 
-    def read_until(self, wanted: str | re.Pattern[str]) -> str:
-        """What was written up to and with the first match of `wanted`; a string stands for itself."""
+    def type(self, text: str) -> int:
+        """Type, and return where the output stood before."""
+        before = len(self.text)
+        os.write(self._read_fd, text.encode())
+        return before
+
+    def comes(self, wanted: str | re.Pattern[str], start: int = 0, timeout_s: float = DEADLINE_S) -> str | None:
+        """What was written from `start` on up to and with the first match of `wanted`; a string stands for itself."""
         pattern = re.compile(re.escape(wanted)) if isinstance(wanted, str) else wanted
         with self._news:
-            self._news.wait_for(lambda: pattern.search(self.text) or self._ended, DEADLINE_S)
-            found = pattern.search(self.text)
-            assert found, f"no {pattern.pattern!r} in {self.text}"
-            return self.text[: found.end()]
+            self._news.wait_for(lambda: pattern.search(self.text, start) or self._ended, timeout_s)
+            found = pattern.search(self.text, start)
+            return self.text[start : found.end()] if found else None
+
+    def read_until(self, wanted: str | re.Pattern[str], start: int = 0) -> str:
+        """As `comes`, of what has to come."""
+        found = self.comes(wanted, start)
+        assert found is not None, f"no {wanted!r} in {self.text[start:]}"
+        return found
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)

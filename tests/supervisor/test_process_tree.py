@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.supervisor.terminal import DEADLINE_S, ROOT, SCRIPTS
+from tests.supervisor.terminal import SCRIPTS
+from tests.support.children import python
 
 
 def end_of(folder: Path, *words: str) -> str:
     """The output of a script that ends its own descendants."""
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / words[0], *words[1:]],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    done = python(SCRIPTS / words[0], *words[1:], cwd=folder)
     return done.stdout + done.stderr
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 YES, NO = ("true", "True", "1", "yes"), ("false", "False", "0", "no", "")
 BOTH = (*YES, *NO)
@@ -36,6 +37,9 @@ class Row:
     read_by: str = ""
 
 
+#: A variable of FSDP, beside the switch without which Accelerate reads none of them, and that means shared layers here.
+of_fsdp = partial(Row, beside=FSDP, settings=LAYERS, hidden="ACCELERATE_USE_FSDP")
+of_parallelism = partial(Row, beside=PARALLEL, hidden="ACCELERATE_USE_PARALLELISM_CONFIG")
 ROWS = [
     # Taken
     Row("ACCELERATE_MIXED_PRECISION", ("bf16", "BF16"), settings={"mixed_precision": "bf16"}),
@@ -51,53 +55,34 @@ ROWS = [
     ),
     Row("ACCELERATE_USE_FSDP", YES, settings=LAYERS, hidden="ACCELERATE_USE_FSDP"),
     Row("ACCELERATE_USE_FSDP", NO, read_by="it asks for nothing"),
-    Row(
+    of_fsdp(
         "FSDP_SHARDING_STRATEGY",
         ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "1", "2", "4", "5"),
-        FSDP,
-        LAYERS,
-        "ACCELERATE_USE_FSDP",
     ),
-    Row("FSDP_SHARDING_STRATEGY", ("NO_SHARD", "3"), FSDP, {}, "ACCELERATE_USE_FSDP"),
-    Row("FSDP_SHARDING_STRATEGY", ("NO_SHARD",), {**FSDP, "FSDP_VERSION": "2"}, LAYERS, "ACCELERATE_USE_FSDP"),
-    Row(
-        "FSDP_ACTIVATION_CHECKPOINTING",
-        YES,
-        FSDP,
-        {**LAYERS, "use_gradient_checkpointing": "true"},
-        "ACCELERATE_USE_FSDP",
-    ),
-    Row("FSDP_ACTIVATION_CHECKPOINTING", NO, FSDP, LAYERS, "ACCELERATE_USE_FSDP"),
-    *(
-        Row(names, values, FSDP, LAYERS, "ACCELERATE_USE_FSDP")
-        for names, values in {
-            "FSDP_VERSION": ("1", "2"),
-            "FSDP_RESHARD_AFTER_FORWARD FSDP_OFFLOAD_PARAMS FSDP_FORWARD_PREFETCH FSDP_USE_ORIG_PARAMS": BOTH,
-            "FSDP_CPU_RAM_EFFICIENT_LOADING FSDP_SYNC_MODULE_STATES FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": BOTH,
-            "FSDP_MIN_NUM_PARAMS": ("100000000",),
-            "FSDP_AUTO_WRAP_POLICY": ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
-            "FSDP_TRANSFORMER_CLS_TO_WRAP FSDP_IGNORED_MODULES": ("LlamaDecoderLayer",),
-            "FSDP_BACKWARD_PREFETCH": ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
-            "FSDP_STATE_DICT_TYPE": ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
-        }.items()
-    ),
+    of_fsdp("FSDP_SHARDING_STRATEGY", ("NO_SHARD", "3"), settings={}),
+    of_fsdp("FSDP_SHARDING_STRATEGY", ("NO_SHARD",), beside={**FSDP, "FSDP_VERSION": "2"}),
+    of_fsdp("FSDP_ACTIVATION_CHECKPOINTING", YES, settings={**LAYERS, "use_gradient_checkpointing": "true"}),
+    of_fsdp("FSDP_ACTIVATION_CHECKPOINTING", NO),
+    of_fsdp("FSDP_VERSION", ("1", "2")),
+    of_fsdp("FSDP_RESHARD_AFTER_FORWARD FSDP_OFFLOAD_PARAMS FSDP_FORWARD_PREFETCH FSDP_USE_ORIG_PARAMS", BOTH),
+    of_fsdp("FSDP_CPU_RAM_EFFICIENT_LOADING FSDP_SYNC_MODULE_STATES FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", BOTH),
+    of_fsdp("FSDP_MIN_NUM_PARAMS", ("100000000",)),
+    of_fsdp("FSDP_AUTO_WRAP_POLICY", ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")),
+    of_fsdp("FSDP_TRANSFORMER_CLS_TO_WRAP FSDP_IGNORED_MODULES", ("LlamaDecoderLayer",)),
+    of_fsdp("FSDP_BACKWARD_PREFETCH", ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")),
+    of_fsdp("FSDP_STATE_DICT_TYPE", ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")),
     Row("ACCELERATE_USE_PARALLELISM_CONFIG", YES, hidden="ACCELERATE_USE_PARALLELISM_CONFIG"),
     Row("ACCELERATE_USE_PARALLELISM_CONFIG", NO, read_by="it asks for nothing"),
-    Row("PARALLELISM_CONFIG_DP_SHARD_SIZE", ("2", "8"), PARALLEL, LAYERS, "ACCELERATE_USE_PARALLELISM_CONFIG"),
-    Row("PARALLELISM_CONFIG_DP_SHARD_SIZE", ("1",), PARALLEL, {}, "ACCELERATE_USE_PARALLELISM_CONFIG"),
-    Row("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", ("1", "2"), PARALLEL, {}, "ACCELERATE_USE_PARALLELISM_CONFIG"),
-    *(
-        Row(names, values, PARALLEL, {}, "ACCELERATE_USE_PARALLELISM_CONFIG")
-        for names, values in {
-            "PARALLELISM_CONFIG_TP_SIZE PARALLELISM_CONFIG_CP_SIZE PARALLELISM_CONFIG_SP_SIZE": ("1",),
-            "PARALLELISM_CONFIG_CP_BACKEND": ("torch",),
-            "PARALLELISM_CONFIG_CP_COMM_STRATEGY": ("allgather", "alltoall"),
-            "PARALLELISM_CONFIG_SP_BACKEND": ("deepspeed",),
-            "PARALLELISM_CONFIG_SP_SEQ_LENGTH": ("None", "4096"),
-            "PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE": BOTH,
-            "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": ("None", "sdpa", "flash_attention_2"),
-        }.items()
-    ),
+    of_parallelism("PARALLELISM_CONFIG_DP_SHARD_SIZE", ("2", "8"), settings=LAYERS),
+    of_parallelism("PARALLELISM_CONFIG_DP_SHARD_SIZE", ("1",)),
+    of_parallelism("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", ("1", "2")),
+    of_parallelism("PARALLELISM_CONFIG_TP_SIZE PARALLELISM_CONFIG_CP_SIZE PARALLELISM_CONFIG_SP_SIZE", ("1",)),
+    of_parallelism("PARALLELISM_CONFIG_CP_BACKEND", ("torch",)),
+    of_parallelism("PARALLELISM_CONFIG_CP_COMM_STRATEGY", ("allgather", "alltoall")),
+    of_parallelism("PARALLELISM_CONFIG_SP_BACKEND", ("deepspeed",)),
+    of_parallelism("PARALLELISM_CONFIG_SP_SEQ_LENGTH", ("None", "4096")),
+    of_parallelism("PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE", BOTH),
+    of_parallelism("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", ("None", "sdpa", "flash_attention_2")),
     # Not used
     Row("ACCELERATE_DYNAMO_BACKEND", ("INDUCTOR", "inductor", "EAGER"), hidden="ACCELERATE_DYNAMO_BACKEND"),
     Row("ACCELERATE_DYNAMO_BACKEND", ("NO", "no", ""), read_by="it asks for nothing"),

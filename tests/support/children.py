@@ -39,6 +39,23 @@ def command(words: list[str]) -> int:
     return main(words)
 
 
+def python(
+    *words: str | Path, cwd: Path | None = None, stdout: int = subprocess.PIPE, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Python with these words, after its end."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        timeout=DEADLINE_S,
+    )
+
+
 def processes_of(folder: Path) -> list[psutil.Process]:
     """Every living process that has this folder on its command line: launchers, trainers, loader workers."""
     return [one for one in psutil.process_iter() if is_alive(one.pid) and str(folder) in " ".join(_command(one))]

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,8 @@ from ci_llm.config import default_file, load_config
 from ci_llm.config.sweep import read_sweep
 from tests.cli.test_documented_lines import words_of_the_job
 from tests.support import campaign
+from tests.support.children import python
 from tests.support.markdown import ROOT, Block
-from tools.testbed.events import DEADLINE_S
 
 #: What a program says or writes, a tree of files, a drawing.
 NO_CODE = {"text", "json"}
@@ -185,8 +183,7 @@ def execute(words: list[str]) -> str:
 
 def watch(words: list[str]) -> None:
     """Call the supervisor in a process of its own: it handles signals."""
-    command = [sys.executable, "-m", "ci_llm", "supervise", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    done = python("-m", "ci_llm", "supervise", *words)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -194,9 +191,8 @@ def launch(program: str, options: list[str], script: list[str]) -> None:
     """Start the processes of a launcher, on the CPU, with a thread each."""
     module = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.distributed.run"}[program]
     options = [word for word in options if word != "launch"]
-    command = [sys.executable, "-m", module, *options, script[0], *short_run(script[1:])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    own = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    done = python("-m", module, *options, script[0], *short_run(script[1:]), **own)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,9 @@ class Fault:
     amount: int = 0
     times: int = 0
     committed: int | None = None
+
+
+Kind: TypeAlias = Callable[[Fault], None]
 
 
 class Now:
@@ -147,114 +150,6 @@ def short_memory(fault: Fault) -> None:
     wrap(loop, "save", lift)  # of the last step: its threads want memory for their stacks
 
 
-def out_of_memory(fault: Fault) -> None:
-    """The forward pass of more than `amount` rows fails as a GPU's does."""
-
-    def strike(_crowd: Crowd, rows: batches.MicroBatch) -> None:
-        if torch.is_grad_enabled() and batches.num_units(rows) > fault.amount and Now.strikes(fault):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    wrap(Crowd, "forward", strike)
-
-
-def in_a_product(fault: Fault, strike: Callable[[], None]) -> None:
-    """Strike in product number `amount` of the step with adapted layers, counted from 1 over forward and backward."""
-    done = Counter[int]()
-
-    def count(*_: object) -> None:
-        done[Now.step] += 1
-        if done[Now.step] == fault.amount and Now.strikes(fault):
-            strike()
-
-    for function in (products.FusedLinear, kernels._JoinedLinears):
-        for name in ("forward", "backward"):
-            wrap(function, name, count)
-            setattr(function, name, staticmethod(getattr(function, name)))
-
-
-def out_of_memory_in_a_product(fault: Fault) -> None:
-    """Memory runs out in the middle of a pass."""
-
-    def strike() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    in_a_product(fault, strike)
-
-
-def out_of_memory_while_following(fault: Fault) -> None:
-    """There is no memory for a layer that the process gathers for the others, to whom it has promised it."""
-
-    def strike(gather: sharded._AgreedGather, *_: object, **__: object) -> None:
-        if gather._layers._follows and Now.strikes(fault):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    wrap(sharded._AgreedGather, "allocate", strike)
-
-
-def kill_in_a_product(fault: Fault) -> None:
-    """The process gets a SIGKILL in the middle of a pass."""
-
-    def strike() -> None:
-        if fault.committed is not None:
-            wait_until_committed(Path("run"), fault.committed)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    in_a_product(fault, strike)
-
-
-def out_of_memory_in_evaluation(fault: Fault) -> None:
-    """To score more than `amount` rows, or to let the crowd answer more than so many at a time, fails likewise."""
-
-    def strike(rows: int) -> None:
-        if rows > fault.amount and Now.strikes(fault):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    wrap(scoring, "_score_batch", lambda _crowd, batch, *_: strike(batch.num_rows))
-    wrap(questions, "generate_each", lambda _crowd, _asked, _wanted, at_a_time: strike(at_a_time))
-
-
-def kill_in_evaluation(fault: Fault) -> None:
-    """The kernel ends a process that evaluates more than `amount` rows at a time."""
-
-    def strike(rows: int) -> None:
-        if rows > fault.amount and Now.strikes(fault):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    wrap(scoring, "_score_batch", lambda _crowd, batch, *_: strike(batch.num_rows))
-    wrap(questions, "generate_each", lambda _crowd, _asked, _wanted, at_a_time: strike(at_a_time))
-
-
-def out_of_memory_in_optimizer(fault: Fault) -> None:
-    """Memory runs out in the optimizer, after the vote of the step."""
-
-    def strike(*_: object) -> None:
-        if Now.strikes(fault):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    wrap(torch.optim.AdamW, "step", strike)
-
-
-def terminated_after_another(fault: Fault) -> None:
-    """The process gets a SIGTERM once another one has written why it failed."""
-
-    def strike(*_: object) -> None:
-        if Now.strikes(fault):
-            wait_until("another process has failed", lambda: any(Path("run/attempts").glob("*/process_*.json")))
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    wrap(gradients, "compute_gradients", strike)
-
-
-def bug(fault: Fault) -> None:
-    """An error that has nothing to do with memory."""
-
-    def strike(*_: object) -> None:
-        if Now.strikes(fault):
-            raise RuntimeError("a bug: memory is fine")
-
-    wrap(Crowd, "forward", strike)
-
-
 def hang(fault: Fault) -> None:
     """The main thread never comes back, once the other processes wait for it in the ballot of the step."""
 
@@ -292,78 +187,122 @@ def hang_in_worker(fault: Fault) -> None:
     wrap(loader._Places, "__getitems__", stuck_in_worker)
 
 
-def disk_full(fault: Fault) -> None:
-    """What is committed while these are the steps finds no space."""
-
-    def strike(*_: object) -> None:
-        if Now.strikes(fault):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    wrap(store, "commit", strike)
+# What a kind does when it is its turn
 
 
-def failure_unwritten(fault: Fault) -> None:
-    """The disk has no space for the reason of a failure either."""
-
-    def strike(*_: object) -> None:
-        if Now.strikes(fault):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    wrap(attempt, "write_failure", strike)
+def no_memory(_: Fault) -> None:
+    """Fail as a GPU does."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-def kill(fault: Fault) -> None:
-    """The process gets a SIGKILL before the step is computed."""
-
-    def strike(*_: object) -> None:
-        if Now.strikes(fault):
-            if fault.committed is not None:
-                wait_until_committed(Path("run"), fault.committed)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    wrap(gradients, "compute_gradients", strike)
+def no_space(_: Fault) -> None:
+    """Fail as a full disk does."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def no_report(fault: Fault) -> None:
-    """Nothing can be drawn when the run has ended, after the last of these steps."""
-
-    def strike(*_: object) -> None:
-        if Now.strikes(fault):
-            raise RuntimeError("nothing can be drawn")
-
-    wrap(result, "write_report", strike)
+def bug(_: Fault) -> None:
+    """Fail for a reason that has nothing to do with memory."""
+    raise RuntimeError("a bug: memory is fine")
 
 
-def terminate(fault: Fault) -> None:
-    """The process gets a SIGTERM before the step is computed; it finishes that step, saves it and leaves."""
-
-    def strike(*_: object) -> None:
-        if Now.strikes(fault):
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    wrap(gradients, "compute_gradients", strike)
+def nothing_drawn(_: Fault) -> None:
+    raise RuntimeError("nothing can be drawn")
 
 
-KINDS: dict[str, Callable[[Fault], None]] = {
+def killed(fault: Fault) -> None:
+    """The process gets a SIGKILL, once what has to be committed is."""
+    if fault.committed is not None:
+        wait_until_committed(Path("run"), fault.committed)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminated(_: Fault) -> None:
+    """The process gets a SIGTERM: it finishes that step, saves it and leaves."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def terminated_after_another(fault: Fault) -> None:
+    """The process gets a SIGTERM once another one has written why it failed."""
+    wait_until("another process has failed", lambda: any(Path("run/attempts").glob("*/process_*.json")))
+    terminated(fault)
+
+
+# When it is
+
+
+def before(owner: Any, name: str, act: Kind, when: Callable[..., bool] = lambda *_: True) -> Kind:
+    """Act before a call of a function, if `when` says so of the fault and of what the call is given."""
+
+    def arm_one(fault: Fault) -> None:
+        def strike(*given: Any, **_: Any) -> None:
+            if when(fault, *given) and Now.strikes(fault):
+                act(fault)
+
+        wrap(owner, name, strike)
+
+    return arm_one
+
+
+def before_the_step(act: Kind) -> Kind:
+    return before(gradients, "compute_gradients", act)
+
+
+def in_a_product(act: Kind) -> Kind:
+    """Act in product number `amount` of the step with adapted layers, counted from 1 over forward and backward."""
+
+    def arm_one(fault: Fault) -> None:
+        done = Counter[int]()
+
+        def count(*_: object) -> None:
+            done[Now.step] += 1
+            if done[Now.step] == fault.amount and Now.strikes(fault):
+                act(fault)
+
+        for function in (products.FusedLinear, kernels._JoinedLinears):
+            for name in ("forward", "backward"):
+                wrap(function, name, count)
+                setattr(function, name, staticmethod(getattr(function, name)))
+
+    return arm_one
+
+
+def in_an_evaluation(act: Kind) -> Kind:
+    """Act where more than `amount` rows are scored, or answered by the crowd, at a time."""
+
+    def arm_one(fault: Fault) -> None:
+        before(scoring, "_score_batch", act, lambda fault, _crowd, batch, *_: batch.num_rows > fault.amount)(fault)
+        before(questions, "generate_each", act, lambda fault, *given: given[3] > fault.amount)(fault)
+
+    return arm_one
+
+
+def has_many_rows(fault: Fault, _crowd: Crowd, rows: batches.MicroBatch) -> bool:
+    return torch.is_grad_enabled() and batches.num_units(rows) > fault.amount
+
+
+KINDS: dict[str, Kind] = {
     "nan gradient": nan_gradient,
     "nan output": nan_output,
-    "kill": kill,
-    "terminate": terminate,
-    "no report": no_report,
+    "kill": before_the_step(killed),
+    "terminate": before_the_step(terminated),
+    "terminated after another": before_the_step(terminated_after_another),
+    "no report": before(result, "write_report", nothing_drawn),  # when the run has ended
     "short memory": short_memory,
-    "out of memory": out_of_memory,
-    "out of memory in a product": out_of_memory_in_a_product,
-    "out of memory while following": out_of_memory_while_following,
-    "kill in a product": kill_in_a_product,
-    "out of memory in an evaluation": out_of_memory_in_evaluation,
-    "kill in an evaluation": kill_in_evaluation,
-    "out of memory in the optimizer": out_of_memory_in_optimizer,
-    "terminated after another": terminated_after_another,
-    "bug": bug,
+    "out of memory": before(Crowd, "forward", no_memory, has_many_rows),
+    "out of memory in a product": in_a_product(no_memory),
+    #: Of a layer that the process gathers for the others, to whom it has promised it.
+    "out of memory while following": before(
+        sharded._AgreedGather, "allocate", no_memory, lambda _, gather, *__: bool(gather._layers._follows)
+    ),
+    "kill in a product": in_a_product(killed),
+    "out of memory in an evaluation": in_an_evaluation(no_memory),
+    "kill in an evaluation": in_an_evaluation(killed),  # as the kernel does
+    "out of memory in the optimizer": before(torch.optim.AdamW, "step", no_memory),  # after the vote of the step
+    "bug": before(Crowd, "forward", bug),
     "hang": hang,
     "hang in a worker": hang_in_worker,
-    "disk full": disk_full,
-    "failure unwritten": failure_unwritten,
+    "disk full": before(store, "commit", no_space),
+    "failure unwritten": before(attempt, "write_failure", no_space),
 }
 
 

@@ -32,14 +32,14 @@ def train_step(state: dict[str, Any]) -> dict[str, Any]:
     return {"weight": state["weight"] * 1.5 + 1, "steps": state["steps"] + 1}
 
 
-def orbax_loop(manager: CheckpointManager, num_steps: int = 1_000_000) -> None:
+def orbax_loop(manager: CheckpointManager) -> None:
     """The loop of Orbax's documentation, as it stands."""
     state: Any = {"weight": torch.ones(3, dtype=torch.float64), "steps": 0}
     start = 0
     if manager.latest_step() is not None:
         start = manager.latest_step()
         state = manager.restore(start)
-    for step in range(start, num_steps):
+    for step in range(start, 1_000_000):
         state = train_step(state)
         manager.save(step, state)
         if manager.reached_preemption(step):
@@ -256,8 +256,5 @@ def forking(directory: str) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[2] == "ours":
-        orbax_loop(CheckpointManager(sys.argv[1], save_interval_steps=4))
-    else:
-        options = ocp.CheckpointManagerOptions(save_interval_steps=4, max_to_keep=3)
-        orbax_loop(ocp.CheckpointManager(sys.argv[1], ocp.PyTreeCheckpointer(), options))
+    options = ocp.CheckpointManagerOptions(save_interval_steps=4, max_to_keep=3)
+    orbax_loop(ocp.CheckpointManager(sys.argv[1], ocp.PyTreeCheckpointer(), options))
