@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from ci_llm.core.run_folder import last_records
-from ci_llm.errors import BadInput
 from ci_llm.report import status
 from ci_llm.report.status import Reading, lines, progress, scores, speed, time_left
 from tests.report.folders import NOW, leave_run, leave_status, metrics
@@ -129,13 +128,6 @@ def test_the_age_of_the_heartbeat(age: float, told: str, tmp_path: Path, monkeyp
     monkeypatch.setattr(status, "time", SimpleNamespace(time=lambda: NOW))
     leave_status(tmp_path, "running", 1, heartbeat=NOW - age)
     assert f"attempt 1 on here, heartbeat {told} ago" in lines(Reading(tmp_path))
-
-
-def test_no_run_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="not the folder of a run"):
-        Reading(tmp_path)
-    with pytest.raises(BadInput, match="there is no such folder"):
-        Reading(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"step": 21, "ep', b'{"step": "21"}\n[]\n\xff\n'])
