@@ -18,7 +18,7 @@ from torch import Tensor
 from ci_llm.base.load import load_base
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.objective import Preferences, StepFacts
+from ci_llm.crowd.objective import Preferences
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import Example
 from ci_llm.data.units import Unit, unit_of
@@ -191,17 +191,16 @@ def kl_of(crowd: Crowd, mismatched: Sequence[Unit]) -> Tensor | None:
     return (gained / len(mismatched)).clamp(min=0)[:, None]
 
 
-def facts_of(crowd: Crowd, units: Sequence[Unit], mismatched: Sequence[Unit], batch: Batch) -> StepFacts:
-    """The facts of a step that consists of this micro-batch."""
-    share = len(units) / sum(unit.num_learned for unit in units)
-    return StepFacts((share,) * K, kl_of(crowd, mismatched))
+def shares_of(units: Sequence[Unit]) -> tuple[float, ...]:
+    """The `nll_shares` of a step that consists of these units."""
+    return (len(units) / sum(unit.num_learned for unit in units),) * K
 
 
 def fused_step(crowd: Crowd, case: Case, units: Sequence[Unit], mismatched: Sequence[Unit]) -> Tensor:
     """[K] losses of a step; gradients are in the crowd."""
     batch = pack(units, range(len(units)))
-    facts = facts_of(crowd, units, mismatched, batch)
-    objective = Preferences(ours(case), crowd, facts=facts)
+    kl = kl_of(crowd, mismatched)
+    objective = Preferences(ours(case), crowd, nll_shares=shares_of(units), kl=kl)
     crowd.storage.begin_step(0)
     loss = micro_step(crowd, objective, batch, 0)
     crowd.storage.gradients.div_(len(units))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.objective import Preferences, StepFacts
+from ci_llm.crowd.objective import Preferences
 from ci_llm.data.batches import Batch, pack, without_repeats
 from ci_llm.data.units import Unit, unit_of
 from ci_llm.lora import attention
@@ -45,8 +45,8 @@ def pairs(learn_prompt: bool = False) -> list[Unit]:
 
 def step(crowd: Crowd, name: str, units: Sequence[Unit], cuts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Losses, gradients and metrics of a step in micro-batches that end at these units."""
-    facts = StepFacts((len(units) / sum(unit.num_learned for unit in units),) * K, torch.full((K, 1), 0.1).double())
-    objective = Preferences(objective_of(name, [Config(objective=name)] * K), crowd, facts=facts)
+    shares, kl = (len(units) / sum(unit.num_learned for unit in units),) * K, torch.full((K, 1), 0.1).double()
+    objective = Preferences(objective_of(name, [Config(objective=name)] * K), crowd, nll_shares=shares, kl=kl)
     return step_of(crowd, objective, [pack(units[a:b], range(a, b)) for a, b in pairwise((0, *cuts))])
 
 
