@@ -93,7 +93,7 @@ def test_dropout_is_noticed(trials: Trials) -> None:
     noticed = differences(*(trials.reference(Cell(accumulation=4, dropout=dropout)) for dropout in (0.0, 0.1)))
     for fact in ("witnessed: step 2 of process0", "metrics of step 2", "evaluation.json"):
         assert fact in noticed
-    for part in ("agent0/", "agent1/", "optimizer/agent1/", "rng/process0/torch"):
+    for part in ("agent0/", "agent1/", "optimizer/agent1/"):
         assert any(name.startswith(f"final checkpoint: {part}") for name in noticed), part
 
 

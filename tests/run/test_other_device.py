@@ -64,10 +64,10 @@ def test_a_run_resumes_from_a_gpu_on_a_cpu_and_back_and_on_no_other_base(
     assert "torch.float32" in said
     assert "resume    step 2 of 4" in said
     assert "exactness: sample-exact (precision of the base bf16 -> fp32" in said
+    assert train(run, half, 6, "model_dtype=bf16") == 2
+    assert "model_dtype was None, is bf16" in capsys.readouterr().err
     assert train_as_on_a_gpu(run, half, 6, monkeypatch) == 0
     assert "precision of the base fp32 -> bf16" in capsys.readouterr().out
-    assert train(run, half, 8, "model_dtype=bf16") == 2
-    assert "model_dtype was None, is bf16" in capsys.readouterr().err
     model = AutoModelForCausalLM.from_pretrained(half, dtype=torch.bfloat16)
     with torch.no_grad():
         next(model.parameters())[5, 5] += 0.25
