@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -42,11 +43,14 @@ def evaluate_run(words: Sequence[str]) -> int:
     if call.data:
         note_if_offline(call.data)
     with importing():
+        from ci_llm.data.sources import open_splits
         from ci_llm.evaluation.loading import Request, read_keys
         from ci_llm.evaluation.saved_crowd import evaluate
 
     named = {name: value for name, value in vars(call).items() if name not in ("keys", "failed", "json")}
     request = Request(**named, keys=read_keys(call.keys))
+    if call.data and not os.path.exists(os.path.expanduser(call.data)):  # refused before a base is loaded
+        open_splits(call.data, request.keys.get("dataset_subset"), "train", "--data")
     with whole_checkpoint(call.run):
         try:
             found = evaluate(request, None if call.json else _show)

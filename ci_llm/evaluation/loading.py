@@ -13,8 +13,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from ci_llm.checkpoints.manifest import read_file, read_manifest
-from ci_llm.config import Config, load_config, parse_config
+from ci_llm.checkpoints.manifest import read_manifest
+from ci_llm.config import Config, load_config
 from ci_llm.config.schema import with_trait
 from ci_llm.core.measures import JudgedBy
 from ci_llm.core.run_folder import PREDICTIONS
@@ -184,8 +184,6 @@ def default_output(checkpoint: Path | None) -> Path:
 
 def load(request: Request, checkpoint: Path | None) -> Job:
     """Open the parts of an evaluation; `checkpoint` is None for a base alone."""
-    if {*request.keys} & {*_COLUMNS} or not request.is_of_own_rows:  # what is wrong is refused before a base is loaded
-        open_rows(_recorded(checkpoint) if checkpoint else None, request)
     saved = open_base(request.run) if checkpoint is None else open_pretrained(checkpoint, base_model=request.base_model)
     trained = saved.config
     if "objective" in request.keys and (trained is None or trained.objective != request.keys["objective"]):
@@ -224,12 +222,6 @@ def load(request: Request, checkpoint: Path | None) -> Job:
     if asks and config.objective not in ("auto", SFT) and _has_reference(crowd, config, checkpoint):
         judged = _tokenized(saved, load_rows(config, "judged"), config)
     return Job(request, config, saved, crowd, names, tokenized, questions, batch_size, judge, judged)
-
-
-def _recorded(checkpoint: Path) -> Config | None:
-    """The configuration that a checkpoint records; None if no run wrote it."""
-    file = read_manifest(checkpoint).files.get("config.yaml")
-    return parse_config(read_file(checkpoint, "config.yaml", file).decode(), "config.yaml") if file else None
 
 
 def _has_reference(crowd: Crowd, config: Config, checkpoint: Path | None) -> bool:

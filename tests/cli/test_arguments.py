@@ -9,7 +9,7 @@ import pytest
 from ci_llm.cli.command import Parser
 from ci_llm.cli.main import main
 from ci_llm.errors import ConfigError
-from ci_llm.evaluation import loading
+from ci_llm.evaluation import saved_crowd
 
 
 @pytest.fixture
@@ -53,6 +53,6 @@ def test_a_nested_verb_takes_options_with_underscores_too(tmp_path: Path, capsys
 def test_a_data_set_that_is_not_there_is_refused_before_a_base_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loading, "open_base", None)
+    monkeypatch.setattr(saved_crowd, "evaluate", None)
     assert main(["evaluate", "embedded", "--data", "missing.jsonl"]) == 2
     assert "the data set does not exist\n  where: --data: " in capsys.readouterr().err

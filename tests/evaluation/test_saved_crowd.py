@@ -396,10 +396,7 @@ def test_rows_without_answers_are_refused_by_their_column(
     assert not (tmp_path / "p.jsonl").exists()
 
 
-def test_a_split_that_is_not_there_is_refused_before_a_base_is_loaded(
-    saved: Path, questions: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "open_pretrained", None)
+def test_a_split_that_is_not_there_is_refused(saved: Path, questions: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, saved, "--data", questions, "--split", "tset")
     assert "has no split 'tset'" in said
     assert "--split" in said
