@@ -131,7 +131,8 @@ def require_own_files(entries: Iterable[StateEntry]) -> None:
     for entry in entries:
         for name in entry.file_names:
             if name in names:
-                raise CheckpointError(f"two keys of the state are both written as {name}", where=f"key {entry.key!r}")
+                what, where = f"two keys of the state are both written as {name}", f"key {entry.key!r}"
+                raise CheckpointError(what, where=where, hint="rename one of them")
             names.add(name)
 
 

@@ -41,7 +41,8 @@ class Parser(HelpfulParser):
         if self._subparsers is not None:  # argparse cannot intermix them; the parser of the verb takes the words
             return super().parse_args(args, namespace)
         self.shorten_for(args or ())  # before argparse keeps the line of usage
-        return self.parse_intermixed_args(args or (), namespace)
+        # Newer versions of Python do not come to `parse_known_args` from here.
+        return self.parse_intermixed_args(self._respelt(args or ()), namespace)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         return super().parse_known_args(self._respelt(args or ()), namespace)
@@ -61,7 +62,9 @@ class Parser(HelpfulParser):
 
     def error(self, message: str) -> NoReturn:
         instead = next((told for word, told in _REMOVED.items() if word in message.replace("_", "-")), None)
-        raise ConfigError(message, where="command line", hint=instead or f"{self.prog} --help all")
+        if instead:
+            raise ConfigError(message, where="command line", hint=instead)
+        super().error(message)
 
 
 _HELP: Final = Path(__file__).with_name("help")

@@ -232,7 +232,7 @@ class Conversation:
         return "A conversation: earlier turns are remembered."
 
     def say(self, message: str) -> None:
-        """Answer a message, piece by piece on standard output. If the answer is stopped, its pieces are remembered."""
+        """Answer a message, piece by piece on standard output. If Ctrl-C stops it, its pieces are remembered."""
         prompt, choices = self._prompt(message), dict(self._choices)
         choices.setdefault("seed", secrets.randbits(32))  # /agents draws the same answer again
         self._asked = prompt, choices
@@ -242,15 +242,19 @@ class Conversation:
                 for piece in stream:
                     pieces.append(piece)
                     print(piece, end="", flush=True)
-            finally:
-                if pieces and self._prompter.tells_turns_apart:
-                    answer = {"role": "assistant", "content": "".join(pieces)}
-                    self._turns += [{"role": "user", "content": message}, answer]
+            except KeyboardInterrupt:
+                self._remember(message, "".join(pieces))
+                raise
+        self._remember(message, "".join(pieces))
         print(flush=True)
         if self._shows_sureness:
             if stream.result.abstained:
                 print(asking.given(stream.result))
             print(asking.how_sure(stream.result))
+
+    def _remember(self, message: str, answer: str) -> None:
+        if answer and self._prompter.tells_turns_apart:
+            self._turns += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
 
     def command(self, line: str) -> None:
         """Run the command in a line that begins with /.

@@ -72,7 +72,7 @@ def _target(options: Options) -> Target:
     script, command = options.train_script, options.command
     if not (command or options.external_script_options() or script != DEFAULT_SCRIPT or script.exists()):
         command = (sys.executable, "-m", "ci_llm", "train")  # in another folder than the project's
-    own = own_call(command or (str(script),))
+    own = own_call(command) if command else ("train", list[str]()) if is_own_script(script) else None
     if own is None:
         from ci_llm.supervisor.external_script import ExternalScript
 

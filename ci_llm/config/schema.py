@@ -81,7 +81,7 @@ else:
     AutoRate = Positive | Literal["auto"]
     AutoAmount = Amount | Literal["auto"]
     AutoLimit = Count | Literal["auto"] | None
-# The values of these keys are the modules of a package, so that a new one needs no edit here.
+# The values of these keys are what a package defines and its modules, so that a new one needs no edit here.
 if TYPE_CHECKING:
     Diversity = str
     Objective = str

@@ -1,4 +1,4 @@
-"""The help of a command: one example and the options that most people use; `--help all` shows the rest."""
+"""The parser of a command: its help has one example and the options that most people use, its numbers have bounds."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ def at_least(least: float, kind: type[int | float] = int, *, most: float = math.
 
     def number(text: str) -> int | float:
         found = kind(text)
-        if not (math.isfinite(found) and least <= found <= most):
+        if not (least <= found <= most and found != math.inf):
             told = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
             raise argparse.ArgumentTypeError(f"must be {told}")
         return found
 
+    number.__name__ = kind.__name__  # for argparse, about a word that is none
     return number
 
 

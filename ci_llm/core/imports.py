@@ -70,15 +70,15 @@ _OWN: Final = {
 
 
 @cache
-def plugin_names(package: str, first: str | None = None) -> tuple[str, ...]:
-    """The package's own values, and the names of its modules in alphabetical order, with `first` before the others.
+def plugin_names(package: str) -> tuple[str, ...]:
+    """The package's own values, and the names of its modules in alphabetical order.
 
     It imports the parents of the package, and neither the package nor its modules.
     """
     spec = find_spec(package)
     assert spec is not None, f"{package} is a package of this project"
     names = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)]
-    return (*_OWN.get(package, "").split(), *sorted(names, key=lambda name: (name != first, name)))
+    return (*_OWN.get(package, "").split(), *sorted(names))
 
 
 #: What a user named as `module:name`: typed, in a call or in a configuration file. Nothing else is imported,
@@ -115,7 +115,8 @@ def import_named(name: str, key: str) -> Any:
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)  # and it stays: the module may import its neighbours when it is called
     try:
-        return pkgutil.resolve_name(name)
+        module, _, attribute = name.partition(":")
+        return getattr(import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"there is no such {key}: {error}",

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import psutil
-from pydantic import Field
+from annotated_types import Gt, Le
 
 from ci_llm.core.durable import make_folders, read_as, read_object, write_json
 from ci_llm.errors import BadInput, CheckpointError, CiLlmError
@@ -284,7 +284,7 @@ class Recovery:
     resume_at_most_step: int | None = None
     after_attempt: int | None = None
     because: tuple[str, ...] = ()
-    learning_rate_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    learning_rate_factor: Annotated[float, Gt(0), Le(1)] = 1.0
 
     def latest_step_allowed(self, last_attempt: int | None) -> int | None:
         """The newest step from which an attempt after `last_attempt` may resume; None for any."""

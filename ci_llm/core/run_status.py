@@ -70,7 +70,7 @@ class Status:
     next_command: str | None = None
     best_step: int | None = None
     objective: str = "sft"
-    judged_by: Literal["exact_match", "nll"] = "exact_match"
+    judged_by: str = "exact_match"
     micro_batch_size: int | None = None
     warning: str | None = None
     first_loss: float | None = None
@@ -78,7 +78,7 @@ class Status:
     agent_steps: int | None = None
     mirror: Mapping[str, Any] | None = None
     exactness: str | None = None
-    phase: Literal["evaluation"] | None = None
+    phase: str | None = None
     evaluation_batch_size: int | None = None
 
     @property

@@ -20,8 +20,6 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, TypeAlias, TypeVar, cast
 
-from pydantic import TypeAdapter, ValidationError
-
 T = TypeVar("T")
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Leaf: TypeAlias = Callable[[object, str], Json]
@@ -133,8 +131,13 @@ def _decode_dict(pairs: list[Json], tags: Tags) -> dict[object, object]:
         raise ValueError("malformed tag $dict") from error
 
 
-#: By its type; to make one takes milliseconds.
-_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+def _new_adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter  # takes 150 ms, and a supervisor's shim, which imports this file, reads no record
+
+    return TypeAdapter(kind)
+
+
+_adapter: Callable[[Any], Any] = cache(_new_adapter)
 
 
 def as_type(kind: type[T], value: object) -> T:
@@ -143,6 +146,8 @@ def as_type(kind: type[T], value: object) -> T:
     Raises:
         ValueError: a part is missing or not of its type, with the address of the part.
     """
+    from pydantic import ValidationError
+
     try:
         found: T = _adapter(kind).validate_python(value)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Adapters as files: PEFT's folder is read and written, and llama.cpp's GGUF written.
+"""Adapters as files: PEFT's folder is read, verified where it is committed, and written; llama.cpp's GGUF is written.
 
     adapter_config.json, adapter_model.safetensors     PEFT; or adapter_model.bin
     agent0/, agent1/, ...                              PEFT, one folder per agent

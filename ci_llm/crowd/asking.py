@@ -173,42 +173,14 @@ class Stream(Iterator[str]):
 
     def __init__(self, crowd: CrowdModel, prompt: Prompt, options: Decoding) -> None:
         self._result: Answer | None = None
-        self._pieces = self._written(_Asking(crowd, [prompt], options))
-
-    def _written(self, asking: _Asking) -> Generator[str]:
-        """Yield the pieces, and keep the answer.
-
-        Votes, abstentions, and the answers of bases that do not read packed rows come in one piece.
-        """
-        crowd, options, [prompt], [ids] = asking.crowd, asking.options, asking.prompts, asking.ids
-        if find_vote(options.aggregator) or options.abstain_below is not None or not decodes(crowd):
-            [found] = asking.generated(1, uncertainty=True)
-            answer = asking.answer(prompt, found)
-            if answer.answer and not answer.abstained:
-                yield answer.answer
-            self._result = answer
-            return
-        pieces: list[str] = []
-        text = generation.TextSoFar(asking.prompter.tokenizer, options.stop_strings, pieces.append)
-        wanted = generation.Wanted(options, uncertainty=True)
-        requests = generation.requests_of(crowd, 0, ids, wanted)
-        decoder = Decoder(crowd, slots=1)
-        decoder.admit(requests)
-        while decoder.open:
-            with generation.base_errors(crowd):
-                decoder.step()
-            for request in decoder.open:
-                if text.update(request.ids):
-                    decoder.release(request)
-            yield from pieces
-            pieces.clear()
-        found = generation.generated_of(crowd, requests, wanted)
-        text.finish(found.ids)
-        yield from pieces
-        self._result = asking.answer(prompt, found)
+        self._pieces = _written(_Asking(crowd, [prompt], options))
 
     def __next__(self) -> str:
-        return next(self._pieces)
+        try:
+            return next(self._pieces)
+        except StopIteration as end:
+            self._result = end.value or self._result
+            raise
 
     @property
     def result(self) -> Answer:
@@ -232,6 +204,38 @@ class Stream(Iterator[str]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _written(asking: _Asking) -> Generator[str, None, Answer]:
+    """Yield the pieces of an answer, and return it.
+
+    Votes, abstentions, and the answers of bases that do not read packed rows come in one piece.
+    """
+    crowd, options, [prompt], [ids] = asking.crowd, asking.options, asking.prompts, asking.ids
+    if find_vote(options.aggregator) or options.abstain_below is not None or not decodes(crowd):
+        [found] = asking.generated(1, uncertainty=True)
+        answer = asking.answer(prompt, found)
+        if answer.answer and not answer.abstained:
+            yield answer.answer
+        return answer
+    pieces: list[str] = []
+    text = generation.TextSoFar(asking.prompter.tokenizer, options.stop_strings, pieces.append)
+    wanted = generation.Wanted(options, uncertainty=True)
+    requests = generation.requests_of(crowd, 0, ids, wanted)
+    decoder = Decoder(crowd, slots=1)
+    decoder.admit(requests)
+    while decoder.open:
+        with generation.base_errors(crowd):
+            decoder.step()
+        for request in decoder.open:
+            if text.update(request.ids):
+                decoder.release(request)
+        yield from pieces
+        pieces.clear()
+    found = generation.generated_of(crowd, requests, wanted)
+    text.finish(found.ids)
+    yield from pieces
+    return asking.answer(prompt, found)
 
 
 class _Asking:

@@ -1,4 +1,4 @@
-"""The generation of texts by the crowd, token by token for all agents at once, or by a vote on whole texts.
+"""Texts of the crowd: written token by token for all agents at once, or chosen by a vote, and cut where they stop.
 
 If the base reads packed rows, the decoder (`ci_llm.crowd.decoder`) writes all texts. For each prompt it writes a text
 of the crowd, and on request one of each agent alone; they share the pass over the prompt. A prompt whose texts have
@@ -118,7 +118,12 @@ def generate_each(
     """
     size = len(requests_of(crowd, 0, [0], wanted))
     groups = (requests_of(crowd, number, prompt, wanted) for number, prompt in asked)
-    for requests in written(crowd, groups, size, at_a_time * size, wanted.stop):
+    found = written(crowd, groups, size, at_a_time * size, wanted.stop)
+    while True:
+        with base_errors(crowd):
+            requests = next(found, None)
+        if requests is None:
+            return
         yield generated_of(crowd, requests, wanted)
 
 
@@ -132,15 +137,11 @@ def written(
         size: the number of requests in a group.
         most: the number of texts written at the same time.
         stop: as in `Wanted`.
-
-    Raises:
-        ModelError: the base cannot generate.
     """
     waiting = iter(groups)
     if not decodes(crowd):
         while batch := list(islice(waiting, max(1, most // size))):
-            with base_errors(crowd):
-                _write_batch(crowd, batch, stop)
+            _write_batch(crowd, batch, stop)
             yield from batch
         return
     open_: deque[list[Request]] = deque()
@@ -155,9 +156,7 @@ def written(
                 joining += taken
                 open_.append(taken)
         decoder.admit(joining)
-        with base_errors(crowd):
-            moved = decoder.step()
-        for request in moved:
+        for request in decoder.step():
             if request.finish is None and _has_stopped(crowd, request):
                 decoder.release(request)
         if stop():

@@ -134,7 +134,7 @@ class CrowdModel(nn.Module):
             raise ModelError(
                 "this crowd has no tokenizer",
                 where="Crowd.generate",
-                hint="set crowd.prompter = ci_llm.Prompter(tokenizer), or take Crowd.generate_ids",
+                hint="set crowd.prompter = ci_llm.Prompter(tokenizer), or take generate_ids (a vote: answers_of=)",
             )
         return self._prompter
 

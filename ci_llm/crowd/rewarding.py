@@ -25,7 +25,7 @@ from ci_llm.config import Config
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd.asking import ends_of_answers
 from ci_llm.crowd.decoder import decodes
-from ci_llm.crowd.generation import Wanted, elect, requests_of, written
+from ci_llm.crowd.generation import Wanted, base_errors, elect, requests_of, written
 from ci_llm.crowd.judging import Judged
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import Decoding, Request, TokenIds, generate_key
@@ -242,7 +242,8 @@ class RewardScorer:
         asked = [(number, rows[number].input_ids.tolist()) for number in batch]
         each = [self._requests(crowd, number, prompt) for number, prompt in asked]
         waiting = [request for of_row in each for own in of_row for wanted in own for request in wanted]
-        write(crowd, waiting, len(batch) * (crowd.num_agents + 1), stop)
+        with base_errors(crowd):
+            write(crowd, waiting, len(batch) * (crowd.num_agents + 1), stop)
         if stop():
             return []
         found = list[Tensor]()

@@ -1,7 +1,7 @@
 """The thread that owns the crowd, and the jobs that it does: each asks the decoder for a text and shows pieces of it.
 
 Texts wait in a bounded queue, and every step takes all open texts one token further. Jobs run on the thread of the
-engine, and send their events by `Job.tell`.
+engine, and send their events by `Job.tell`. `Metrics` counts what they do, for Prometheus.
 
 Legend: K agents.
 """

@@ -95,9 +95,10 @@ def read_record(folder: Path) -> Record | None:
     Raises:
         CheckpointError: the file is not of this program.
     """
-    if not (folder / SWEEP).exists():
+    try:
+        return parsed(folder / SWEEP, _parsed_record, "this is not the record of a sweep", error=CheckpointError)
+    except FileNotFoundError:
         return None
-    return parsed(folder / SWEEP, _parsed_record, "this is not the record of a sweep", error=CheckpointError)
 
 
 def _parsed_record(path: Path) -> Record:

@@ -68,7 +68,7 @@ def _read_csv(files: Sequence[Path]) -> Dataset:
 
 def _require_columns(file: Path, separator: str) -> None:
     """Refuse a row longer than the header: pandas would take the first value of every row for its name."""
-    header, row = _first_rows(file, separator, spaced=_has_spaces_behind(file, separator))
+    header, row = _first_rows(file, separator, 2, spaced=_has_spaces_behind(file, separator))
     if len(row) > len(header):
         raise ValueError(f"the first row has {len(row)} values, and the header {len(header)} columns ({file.name})")
 
@@ -77,18 +77,18 @@ def _separator(file: Path) -> str:
     """A comma, unless the ending or a header without commas says otherwise."""
     if ending_of(file) == ".tsv":
         return "\t"
-    columns = {mark: len(_first_rows(file, mark)[0]) for mark in (",", *_SEPARATORS)}
+    columns = {mark: len(_first_rows(file, mark, 1)[0]) for mark in (",", *_SEPARATORS)}
     return "," if columns[","] > 1 else max(columns, key=lambda mark: columns[mark])
 
 
 def _has_spaces_behind(file: Path, separator: str) -> bool:
     """True if a space follows every separator of the header: then it belongs to no name, and to no value either."""
-    others = _first_rows(file, separator)[0][1:]
+    others = _first_rows(file, separator, 1)[0][1:]
     return bool(others) and all(name.startswith(" ") for name in others)
 
 
-def _first_rows(file: Path, separator: str, *, spaced: bool = False) -> tuple[list[str], list[str]]:
-    """The header and the first row, [] for one that is not there; without blank lines, as pandas reads them.
+def _first_rows(file: Path, separator: str, count: int, *, spaced: bool = False) -> list[list[str]]:
+    """So many rows, the header first, [] for one that is not there; without blank lines, as pandas reads them.
 
     Args:
         spaced: see `_has_spaces_behind`.
@@ -99,7 +99,7 @@ def _first_rows(file: Path, separator: str, *, spaced: bool = False) -> tuple[li
             str(file), "rt", encoding="utf-8-sig", errors="replace", compression="infer", newline=""
         ) as lines:
             rows = filter(None, csv.reader(lines, delimiter=separator, skipinitialspace=spaced))
-            return next(rows, []), next(rows, [])
+            return [next(rows, []) for _ in range(count)]
     finally:
         csv.field_size_limit(limit)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from ci_llm.core.durable import read_json, write_json
 from ci_llm.core.run_folder import CROWD_CHANGES, read_known, write_known
@@ -31,6 +31,8 @@ class CrowdRequest:
         step: the optimizer steps taken when it acts, or when it was refused; 0 while it waits.
         refused: why it does not act; None if it waits or acts.
     """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # what is asked for beyond that is no request to stop
 
     id: str
     step: int
