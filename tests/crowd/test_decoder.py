@@ -150,7 +150,7 @@ def test_the_bits_of_a_text_do_not_depend_on_other_texts(monkeypatch: pytest.Mon
     layouts, states = set[tuple[str, int, int]](), Decoder._states
 
     def seen(decoder: Decoder, laid: Any) -> torch.Tensor:
-        agents = len({part.of.who for part in laid.parts} - {CROWD, NOBODY})
+        agents = len({part.of.who for part, _ in laid.laid} - {CROWD, NOBODY})
         layouts.add((laid.kind, len(laid.ids), min(agents, 2)))
         return states(decoder, laid)
 

@@ -45,7 +45,7 @@ def supervise(folder: Path, fault: Fault, cut: str, **keys: object) -> str:
 def test_nan_for_ever_ends_by_a_smaller_rate_from_an_older_checkpoint(tmp_path: Path) -> None:
     fault = Fault("nan output", steps=tuple(range(57, 199)), agents=(0, 1, 2))
     keys = {"save_steps": 4, "save_total_limit": "null", "max_train_steps": 64}
-    log = supervise(tmp_path, fault, "lr_factor", **keys)
+    log = supervise(tmp_path, fault, "learning_rate_factor", **keys)
     run = tmp_path / "run"
     assert "learning rate: 1 -> 0.667 of the schedule's" in log
     assert "going back to a checkpoint of step 7 or before" in log
