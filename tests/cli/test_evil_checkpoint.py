@@ -90,6 +90,7 @@ def call(verb: str, run: object, new: Path) -> int:
     return main([str(run) if word == "RUN" else str(new) if word == "NEW" else word for word in verb.split()])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("source", ["disk", "mirror", "hub"])
 def test_no_verb_runs_code_or_reads_unlisted_files_of_a_checkpoint(
     source: str,

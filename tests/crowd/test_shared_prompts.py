@@ -50,6 +50,7 @@ def step(crowd: Crowd, name: str, units: Sequence[Unit], cuts: Sequence[int]) ->
     return step_of(crowd, objective, [pack(units[a:b], range(a, b)) for a, b in pairwise((0, *cuts))])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.usefixtures("exact_norms")
 @pytest.mark.parametrize("pass_per_agent", [False, True])
 @pytest.mark.parametrize("name", OBJECTIVES)
