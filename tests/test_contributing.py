@@ -61,6 +61,20 @@ chosen = aggregate(torch.tensor([[0.6, 0.4], [0.1, 0.9]]).log(), Decoding(aggreg
 torch.testing.assert_close(chosen.exp(), torch.tensor([0.1, 0.9]))
 """,
     ),
+    "aggregators/unanimous.py": (
+        """
+from ci_llm.config import load_config
+name = load_config(None, ["aggregator=unanimous"]).aggregator
+""",
+        """
+from ci_llm import Crowd, LoraSettings, Prompter, load_base
+loaded = load_base("embedded")
+crowd = Crowd(loaded.model, LoraSettings(num_agents=2), loaded.name, loaded.tokenizer.pad_token_id)
+crowd.prompter = Prompter(loaded.tokenizer)
+[answer] = crowd.generate("Ann has 7 pens. Ann buys 5 more. How many pens are left?", aggregator=name, details=True)
+assert answer.answer == answer.agents[0] and answer.agreement == 1, "untrained agents are all the base"
+""",
+    ),
     "metrics/first_line.py": (
         """
 from ci_llm.crowd.metrics import METRICS, answer_reader
