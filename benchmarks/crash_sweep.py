@@ -123,7 +123,7 @@ def with_dead_writer(root: Path) -> None:
 def with_final(root: Path) -> None:
     with_steps(1)(root)
     with manager(root) as writer:
-        writer.saver.finish({"README.md": b"the first"})
+        writer.saver.make_final({"README.md": b"the first"})
         writer.save(2, state(2))
 
 
@@ -140,7 +140,7 @@ SCENARIOS = {
         Scenario("replace", with_steps(1), lambda m: m.save(2, state(2)), 1, 2, limit=1),
         Scenario("prune", with_steps(1, 2, 3), lambda m: m.save(1000, state(1000)), 3, 1000, limit=2),
         Scenario("take over", with_dead_writer, lambda m: m.save(2, state(2)), 1, 2, limit=1),
-        Scenario("finish", with_final, lambda m: m.saver.finish({"README.md": b"the last"}), 2, 2),
+        Scenario("finish", with_final, lambda m: m.saver.make_final({"README.md": b"the last"}), 2, 2),
         Scenario("go back", with_steps(1, 2, 3), lambda m: len(m.store.supersede(1)) == 2, 3, 1),
         Scenario("first behind", lambda root: None, saved_behind(1), None, 1, behind=True),
         Scenario("replace behind", with_steps(1), saved_behind(2), 1, 2, limit=1, behind=True),

@@ -27,7 +27,7 @@ from ci_llm.errors import CheckpointError, CiLlmError
 logger = logging.getLogger(__name__)
 
 
-#: The first tensor of each file starts at a multiple of so many bytes: every item size divides it.
+#: In bytes. The first tensor of each file starts at a multiple of it, which every item size divides.
 ALIGNMENT = 64
 
 
@@ -47,7 +47,7 @@ class Arena:
     def reserve(self, entries: Sequence[StateEntry]) -> list[list[Tensor]]:
         """A place for every tensor of every entry; `bodies` are then the bytes of each entry.
 
-        The places are those of the last call if the tensors have the same shapes and types.
+        Tensors of the same shapes and types as in the last call get the same places.
         """
         # Making views takes longer than copying small tensors, and a loop saves the same shapes again and again.
         if [len(places) for places in self._places] != [len(entry.tensors) for entry in entries] or not all(
@@ -74,8 +74,10 @@ class Arena:
 
     def _require(self, nbytes: int, pinned: bool) -> None:
         if nbytes > self._block.nbytes or (pinned and not self._block.is_pinned()):
-            self._places, self.bodies = [], []
-            was_pinned, self._block = self._block.is_pinned(), torch.empty(0, dtype=torch.uint8)
+            self._places = []
+            self.bodies = []
+            was_pinned = self._block.is_pinned()
+            self._block = torch.empty(0, dtype=torch.uint8)
             if was_pinned and hasattr(torch.accelerator, "empty_host_cache"):
                 torch.accelerator.empty_host_cache()  # else torch keeps page-locked memory for later
             self._block = _allocate(nbytes, pinned)  # the old block is free: never two of them at once
@@ -94,7 +96,7 @@ class Copy:
 
     def __init__(self, arena: Arena, entries: Sequence[StateEntry], later: Collection[int] = ()) -> None:
         self._arena, self._entries = arena, entries
-        # Parallel lists and no pairs: thousands of new objects would start Python's garbage collector.
+        # Two lists instead of pairs: thousands of new objects would start Python's garbage collector.
         self._places: list[Tensor] = []
         self._tensors: list[Tensor] = []
         places_now: list[Tensor] = []
@@ -207,7 +209,7 @@ class SaveTask:
 
 
 class AsyncSaver:
-    """Saves in a thread, one at a time. What no watched optimizer owns is copied before `begin` returns."""
+    """Saves in a thread, one at a time. What no watched optimizer owns is copied before `submit` returns."""
 
     def __init__(self) -> None:
         self._arena = Arena()
@@ -231,7 +233,7 @@ class AsyncSaver:
         job = self._job
         return job is not None and not job.done()
 
-    def begin(self, task: SaveTask, done: Callable[[SaveResult], object]) -> None:
+    def submit(self, task: SaveTask, done: Callable[[SaveResult], object]) -> None:
         """Take the state as it is now, and leave the rest to the thread. Waits for the save before, and raises for it.
 
         Args:
@@ -243,7 +245,8 @@ class AsyncSaver:
         try:
             # The arena has room for one copy, and the one before lies in it until it is written.
             self.wait()
-            copy, copied = Copy(self._arena, task.entries, owned_memory(self._optimizers)), threading.Event()
+            copy = Copy(self._arena, task.entries, owned_memory(self._optimizers))
+            copied = threading.Event()
             self._job = self._pool.submit(_run, copy, copied, task, done)
         except BaseException:
             # A pool whose thread did not start keeps the job, and would run it before the next one.
@@ -261,7 +264,7 @@ class AsyncSaver:
     def wait(self) -> None:
         """Return when nothing is in flight. Raises the error of that save, once.
 
-        Only this method raises it, and `begin`, which calls it. An optimizer's step would be the wrong place: one
+        Only this method raises it, and `submit`, which calls it. An optimizer's step would be the wrong place: one
         process would leave it by an exception while the others wait for that process in the next collective.
         """
         job = self._job
@@ -274,7 +277,7 @@ class AsyncSaver:
             if self._job is job:
                 self._job = None
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Wait for the end of the thread, whatever the result; the optimizers are free again."""
         self._pool.shutdown()  # first, because a copy may still be under way
         for hook in self._hooks:
@@ -296,13 +299,13 @@ def _one_thread() -> ThreadPoolExecutor:
 
 
 def _run(copy: Copy, copied: threading.Event, task: SaveTask, done: Callable[[SaveResult], object]) -> None:
-    def take() -> dict[str, FileImage]:
+    def finish_copy() -> dict[str, FileImage]:
         try:
             return copy.finish()
         finally:
             copied.set()
 
     try:
-        done(task.save(take))
+        done(task.save(finish_copy))
     finally:
         copied.set()  # also if `save` failed before it took the copy: the optimizers must not wait for ever

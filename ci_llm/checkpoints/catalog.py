@@ -27,7 +27,7 @@ class CatalogEntry:
     """One checkpoint.
 
     Attributes:
-        name: its folder, relative to that of the run.
+        name: its folder, relative to the folder of the run.
         step, attempt, wall_time, nbytes: as its manifest says; None if that cannot be read.
         damage: what does not verify; None if all does.
         refused: why this program does not read it, and what does; None if it does.

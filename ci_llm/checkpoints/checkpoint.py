@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ci_llm.checkpoints.manifest import MANIFEST, FileImage, Manifest, Opened, open_folder
-from ci_llm.checkpoints.state_files import State, files_of, hand_off, read_state
+from ci_llm.checkpoints.state_files import State, entries_of, files_of, read_state
 from ci_llm.checkpoints.store import clear, commit, refuse_run, require_space
 from ci_llm.core.durable import DISK, Filesystem, make_folders, replace_folder
 from ci_llm.errors import CheckpointError
@@ -59,8 +59,9 @@ def write_checkpoint(
     Raises:
         CheckpointError: the state holds a value that cannot be saved, or the disk failed.
     """
-    entries = hand_off(state)
-    files, forms = files_of(entries), {entry.key: entry.form for entry in entries}
+    entries = entries_of(state)
+    files = files_of(entries)
+    forms = {entry.key: entry.form for entry in entries}
     records = {name: image.record() for name, image in files.items()}
     manifest = Manifest(step, 0, time.time(), forms, records, info or {})
     write_files_as(folder, manifest, files, disk=disk)

@@ -8,7 +8,7 @@ all-reduce, counted once. `save` and `reached_preemption` act on the same votes:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ci_llm.distributed.side_channel import ProcessGroup, run_collectively
@@ -22,7 +22,7 @@ class SavePolicy:
 
     Args:
         every_steps: at each multiple of it; None never.
-        every_seconds: when so much time has passed since the last save was tried; None never.
+        every_seconds: seconds since the last try of a save, after which the next one is due; None never.
     """
 
     every_steps: int | None = 1
@@ -60,6 +60,7 @@ class Votes(NamedTuple):
         return bool(self.newer and (self.due or self.stop or self.save_requested))
 
 
+@dataclass
 class Due:
     """The answer for each step of a loop.
 
@@ -68,35 +69,32 @@ class Due:
         clock: seconds, monotonic.
     """
 
-    def __init__(
-        self,
-        policy: SavePolicy,
-        interrupts: Interrupts,
-        processes: ProcessGroup,
-        newest: Callable[[], int | None],
-        clock: Callable[[], float],
-    ) -> None:
-        self._policy, self._interrupts, self._processes = policy, interrupts, processes
-        self._newest, self._clock = newest, clock
-        self._counted: tuple[int, Votes] | None = None
-        self._tried_at = clock()
+    policy: SavePolicy
+    interrupts: Interrupts
+    processes: ProcessGroup
+    newest: Callable[[], int | None]
+    clock: Callable[[], float]
+    _counted: tuple[int, Votes] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.restart()
 
     def opinion(self, step: int) -> Votes:
         """The votes of this process alone."""
-        stop, requested = self._interrupts.stop_reason is not None, self._interrupts.save_requested
-        newest = self._newest()
-        due = self._policy.due(step, newest=newest, elapsed_s=self._clock() - self._tried_at)
-        return Votes(stop, requested, due, newest is None or step > newest)
+        stop = self.interrupts.stop_reason is not None
+        newest = self.newest()
+        due = self.policy.due(step, newest=newest, elapsed_s=self.clock() - self._tried_at)
+        return Votes(stop, self.interrupts.save_requested, due, newest is None or step > newest)
 
     def vote(self, step: int) -> Votes:
         """The votes of this process, to be added up: process 0 alone decides by the policy and the folder."""
         own = self.opinion(step)
-        return own if self._processes.process_index == 0 else own._replace(due=0, newer=0)
+        return own if self.processes.process_index == 0 else own._replace(due=0, newer=0)
 
     def agreed(self, step: int) -> Votes:
         """The votes of all processes. A collective, unless this step is counted already: all processes know that."""
         if self._counted is None or self._counted[0] != step:
-            self._counted = step, Votes(*run_collectively(self._processes, lambda: self.vote(step)))
+            self._counted = step, Votes(*run_collectively(self.processes, lambda: self.vote(step)))
         return self._counted[1]
 
     def is_due(self, step: int) -> bool:
@@ -105,18 +103,18 @@ class Due:
             self._counted = None  # the checkpoint for which it was refused may be gone
         return self.agreed(step).wanted
 
-    def begins(self, step: int, votes: Votes) -> bool:
+    def begin_save(self, step: int, votes: Votes) -> bool:
         """True if a save of `step` begins now, by votes that came with what the processes contribute to it."""
         self._counted = step, votes
         if votes.newer:
-            self._interrupts.take_save_request()
+            self.interrupts.take_save_request()
             self.restart()
         return bool(votes.newer)
 
     def restart(self) -> None:
         """The seconds between two saves count from here."""
-        self._tried_at = self._clock()
+        self._tried_at = self.clock()
 
-    def forget(self) -> None:
-        """Ask again about the same step: the folder has changed, or time has passed. On every process."""
+    def ask_again(self) -> None:
+        """Vote again on the same step: the folder has changed, or time has passed. On every process."""
         self._counted = None

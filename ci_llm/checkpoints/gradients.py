@@ -42,15 +42,16 @@ class Gradients:
     The gradients of every optimizer in the state (or of the manager's `optimizers`) are saved beside it, under a key of
     their own, if they have changed since that optimizer's last step. If they are `None`, or left over from that step,
     nothing is added. A manager knows of the steps since it was made: gradients that an optimizer in the state had
-    before wait, those of its `optimizers` are left over. On several processes each has gradients of its own, and all of
-    them are saved.
+    before wait; gradients that its `optimizers` had before are left over. On several processes each has gradients of
+    its own, and all of them are saved.
 
     Args:
         accelerator: its count of micro-steps decides where a window ends, so it is saved and restored as well.
     """
 
     def __init__(self, processes: ProcessGroup, accelerator: Any = None) -> None:
-        self._processes, self._accelerator = processes, accelerator
+        self._processes = processes
+        self._accelerator = accelerator
         self._own: list[Optimizer] = []
         #: For each parameter its gradient after the last step, and the version of that tensor; a gradient of the same
         #: version has not been added to since.
@@ -67,7 +68,7 @@ class Gradients:
         """Take the gradients that an optimizer has now as left over from its last step."""
         self._after_step[stepped] = [_mark(parameter.grad) for parameter in _parameters(stepped)]
 
-    def close(self) -> None:
+    def stop_following(self) -> None:
         """Follow the steps of optimizers no longer."""
         _FOLLOWING.discard(self)
 

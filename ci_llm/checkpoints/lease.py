@@ -32,7 +32,7 @@ from ci_llm.core.typed_json import dump_json
 from ci_llm.errors import CheckpointError, WriterBusy
 
 OWNER_FILE = "holder.json"
-#: So many heartbeats may fail in a row before another attempt takes over.
+#: The number of heartbeats that may fail in a row before another attempt takes over.
 HEARTBEATS_PER_TIMEOUT = 6
 #: How often an attempt tries again after another one was faster.
 MAX_RACES = 20
@@ -77,7 +77,7 @@ class Owner:
         )
 
     def why_gone(self, me: Owner, silent_s: float, timeout_s: float) -> str | None:
-        """The reason to take over from this owner; None while it must be taken for alive.
+        """The reason to take over from this owner; None while it may be alive.
 
         Args:
             silent_s: seconds since its last heartbeat; negative if the clock was set back since.
@@ -104,13 +104,14 @@ class Lease:
     """The right of one attempt to change a folder; made by `acquire_lease`.
 
     Attributes:
-        attempt: its number, one more than that of the attempt before.
+        attempt: its number; the attempt before has one less.
         work: the folder in which it works and from which it commits.
     """
 
     def __init__(self, folder: Path, token: str, timeout_s: float, disk: Filesystem) -> None:
         self.attempt = _number(folder)
-        self.folder, self.work = folder, folder / token
+        self.folder = folder
+        self.work = folder / token
         ended = threading.Event()
         interval_s = timeout_s / HEARTBEATS_PER_TIMEOUT
         # The thread must not refer to the lease itself, or the lease would never become garbage.
@@ -187,7 +188,7 @@ def acquire_lease(
             # A race is lost where a path is gone that another attempt has just renamed: look again.
             with contextlib.suppress(FileNotFoundError, FileExistsError, _LostRaceError):
                 takeover = _evict_dead(directory, token, owner, taken_after_s or timeout_s, disk)
-                folder = _take(directory, token, owner, disk)
+                folder = _take_number(directory, token, owner, disk)
                 return Lease(folder, token, timeout_s, disk), takeover
         raise WriterBusy("other processes take this folder again and again", where=str(directory))
     finally:
@@ -238,7 +239,7 @@ def _owner_of(folder: Path) -> Owner:
 
 
 def _disk_time(directory: Path, token: str, disk: Filesystem) -> float:
-    """The present by the disk's own clock, which stamps the heartbeats: on a network disk it is another than ours."""
+    """The present time by the clock of the disk, which stamps the heartbeats. A network disk has a clock of its own."""
     draft = directory / f".claim-{token}"
     if not draft.exists():
         disk.mkdir(draft)
@@ -254,9 +255,9 @@ def count_on_from(directory: Path, attempt: int) -> None:
             DISK.mkdir(directory / f".attempt-{attempt}")  # an attempt without a work folder has ended
 
 
-def _take(directory: Path, token: str, owner: Owner, disk: Filesystem) -> Path:
+def _take_number(directory: Path, token: str, owner: Owner, disk: Filesystem) -> Path:
     """Give a prepared folder the next number by a rename, which only one attempt can win."""
-    draft = _prepare(directory, token, owner, disk)
+    draft = _write_claim(directory, token, owner, disk)
     used = [path for path in directory.iterdir() if _NUMBERED.match(path.name)]
     if any(_ATTEMPT.match(path.name) for path in used):
         raise _LostRaceError  # it came after `_evict_dead` had looked
@@ -279,8 +280,9 @@ def _take(directory: Path, token: str, owner: Owner, disk: Filesystem) -> Path:
     return folder
 
 
-def _prepare(directory: Path, token: str, owner: Owner, disk: Filesystem) -> Path:
-    draft, told = directory / f".claim-{token}", dump_json(asdict(owner), indent=2)
+def _write_claim(directory: Path, token: str, owner: Owner, disk: Filesystem) -> Path:
+    draft = directory / f".claim-{token}"
+    told = dump_json(asdict(owner), indent=2)
     if not (draft / token).exists():
         _disk_time(directory, token, disk)
         disk.mkdir(draft / token)
@@ -302,10 +304,10 @@ def _number(folder: Path) -> int:
 
 
 def leftovers(directory: Path, older_than: float) -> Iterator[Path]:
-    """The leftovers of dead attempts: folders taken over or beaten in a race, unfinished files, tokens.
+    """What dead attempts have left: folders taken over or beaten in a race, unfinished files, tokens.
 
     Args:
-        older_than: time of the disk's clock; a younger unfinished file may still be written, and a younger token may be
+        older_than: a time of the disk's clock. A younger unfinished file may still be written. A younger token may be
             of a launch that has not asked for the lease yet.
     """
     for path in sorted(directory.iterdir()):

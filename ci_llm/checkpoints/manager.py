@@ -40,7 +40,7 @@ from ci_llm.interrupts import Interrupts, shield_workers
 class CheckpointManager:
     """The checkpoints of one training loop.
 
-    Reading needs no lease; the first `save` acquires that of the folder. On several processes `save` and
+    Reading needs no lease; the first `save` acquires the lease of the folder. On several processes `save` and
     `reached_preemption` are collectives: every process calls them with the same step, and process 0 writes its own
     `state`, or each process its part. The next call raises the error of a save in the background.
 
@@ -49,7 +49,7 @@ class CheckpointManager:
     Args:
         directory: the folder of the run.
         save_interval_steps: `save` saves at each multiple of it; None for no saves by steps.
-        save_interval_seconds: and when so much time has passed since the last; None for no saves by time.
+        save_interval_seconds: and when this time has passed since the last save; None for no saves by time.
         max_to_keep: the number of newest checkpoints to keep, beside those that `save` is told to keep; None keeps all.
         async_save: copy the state, return, and write it in a thread. One save is in flight at a time. A save in flight
             at the end of the process is finished. False: `save` returns when the checkpoint is durable.
@@ -60,7 +60,7 @@ class CheckpointManager:
             backend wrote, the other restores, on any number of processes.
         accelerator: an `Accelerator`, for the device of its collectives, its count of micro-steps, and the loaders that
             it has prepared: their workers ignore the signals of the run.
-        processes: for the votes of several processes; those of `torch.distributed` by default, if it is initialised.
+        processes: for the votes of several processes; by default `torch.distributed`, if it is initialised.
         interrupts: signal handlers that the caller installs. By default the manager installs its own at the first
             `reached_preemption`, in the main thread, and restores the old ones on close.
 
@@ -97,7 +97,8 @@ class CheckpointManager:
         processes: ProcessGroup | None = None,
         interrupts: Interrupts | None = None,
     ) -> None:
-        self._interrupts, self._own_interrupts = interrupts or Interrupts(), interrupts is None
+        self._interrupts = interrupts or Interrupts()
+        self._own_interrupts = interrupts is None
         self._processes = processes or TorchProcessGroup(getattr(accelerator, "device", None))
         shield_workers(*getattr(accelerator, "_dataloaders", ()))
         # Absolute: the loop may change the working folder, also while a save is in flight.
@@ -145,7 +146,7 @@ class CheckpointManager:
             WriterBusy: another process writes to this folder, or has taken it over.
         """
         self.saver.require_open()
-        self.store.let_go()
+        self.store.free_read_bytes()
         if (force or self.due.is_due(step)) and self.saver.save(step, state, info or {}, keep, self.due):
             return True
         if not self.due.agreed(step).newer:
@@ -184,7 +185,7 @@ class CheckpointManager:
         try:
             self.wait_until_finished()
         finally:
-            self.saver.close()
+            self.saver.shutdown()
             self.store.close()
             if self._own_interrupts:
                 self._interrupts.restore()
@@ -206,7 +207,7 @@ class CheckpointManager:
             at_most: for going back before this step: supersede what is newer then. None for the newest of all.
         """
         self.wait_until_finished()
-        return self.store.look(heal=self._processes.process_index == 0, at_most=at_most)
+        return self.store.latest_step(quarantine=self._processes.process_index == 0, at_most=at_most)
 
     def read(self, step: int | None = None) -> Checkpoint:
         """One step with its state as nested dicts (tensors on the CPU), its manifest and its folder, verified.
@@ -223,7 +224,7 @@ class CheckpointManager:
         if step is None:
             raise CheckpointError("there is no checkpoint to restore", where=str(self.directory))
         self.due.restart()
-        return decode(self.store.take(step))
+        return decode(self.store.read(step))
 
     def restore(
         self, step: int | None = None, into: MutableMapping[str, Any] | None = None
@@ -282,7 +283,7 @@ class CheckpointManager:
         """
         self.saver.require_open()
         self.wait_until_finished()
-        self.store.forget()
-        self.due.forget()
+        self.store.reload()
+        self.due.ask_again()
         if self._processes.process_index == 0:
             self.store.delete(step)

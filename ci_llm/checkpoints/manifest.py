@@ -155,7 +155,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of `folder`, itself checked, the files not.
 
     Raises:
-        DamagedCheckpoint: it is missing or not as it was written, or that of another step than the folder's name says.
+        DamagedCheckpoint: it is missing, or not as it was written, or has another step than the folder's name.
         OtherFormat: this program cannot read it.
     """
     with as_damage(folder):

@@ -20,7 +20,7 @@ from ci_llm.checkpoints.backends import SaveRequest, open_backend
 from ci_llm.checkpoints.due import Due, Votes
 from ci_llm.checkpoints.gradients import KEY, Gradients
 from ci_llm.checkpoints.manifest import copy_info
-from ci_llm.checkpoints.state_files import State, StateEntry, files_of, from_bytes, hand_off, to_bytes
+from ci_llm.checkpoints.state_files import State, StateEntry, entries_of, files_of, from_bytes, to_bytes
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, CheckpointStore, SaveResult
 from ci_llm.distributed.side_channel import ProcessGroup, SideChannel, is_true_anywhere
 from ci_llm.errors import CheckpointError
@@ -94,7 +94,7 @@ class Saver:
         asynchronous: saves run in a thread.
 
     Attributes:
-        gradients: those of the loop, which a save inside an accumulation window holds.
+        gradients: the gradients of the loop, which a save inside an accumulation window holds.
         behind: the thread.
         closed: whether nothing is saved any more.
         last_result: the result of the last save that has ended.
@@ -104,8 +104,10 @@ class Saver:
     def __init__(
         self, store: CheckpointStore, processes: ProcessGroup, backend: str, accelerator: Any, *, asynchronous: bool
     ) -> None:
-        self._store, self._processes = store, processes
-        self._backend, self._asynchronous = open_backend(backend, processes), asynchronous
+        self._store = store
+        self._processes = processes
+        self._backend = open_backend(backend, processes)
+        self._asynchronous = asynchronous
         self._channel: SideChannel | None = None
         self._begun: int | None = None
         self.gradients = Gradients(processes, accelerator)
@@ -159,15 +161,15 @@ class Saver:
         """Save `state` as `step` if it is newer than the newest; see `CheckpointManager.save`. A collective."""
         contributions, entries, own_info = self._exchange(step, state, info, due)
         votes = Votes(*map(sum, zip(*(each.votes for each in contributions), strict=True)))
-        if not due.begins(step, votes):
+        if not due.begin_save(step, votes):
             return False
         self._complete(entries, state, contributions)
-        task = self._backend.prepare(SaveRequest(self._store, step, entries, own_info, frozenset(keep)))
+        task = self._backend.task_of(SaveRequest(self._store, step, entries, own_info, frozenset(keep)))
         self._begun = step
         if not self._asynchronous:
             return self._save_now(task)
         if task is not None:
-            self.behind.begin(task, self._note)
+            self.behind.submit(task, self._record)
         return True
 
     def say_if_saved(self, step: int) -> None:
@@ -183,23 +185,23 @@ class Saver:
         self.require_open()
         self.behind.wait()
         self._store.acquire_lease(SURVIVOR_TIMEOUT_S)
-        entries = hand_off(state)
-        return self._note(SaveRequest(self._store, step, entries, info, keep).commit(files_of(entries)))
+        entries = entries_of(state)
+        return self._record(SaveRequest(self._store, step, entries, info, keep).commit(files_of(entries)))
 
-    def finish(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> bool:
+    def make_final(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> bool:
         """Make `final_checkpoint` of a committed step, the newest by default, and `extra` files. A collective."""
         self.require_open()
 
         def work() -> bool:
             self.behind.wait()
-            return self._is_main_process and self._note(self._store.finish(extra, step=step))
+            return self._is_main_process and self._record(self._store.make_final(extra, step=step))
 
         return is_true_anywhere(self._processes, work)
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """End the thread, and follow no optimizer any more."""
-        self.behind.close()
-        self.gradients.close()
+        self.behind.shutdown()
+        self.gradients.stop_following()
 
     def _exchange(
         self, step: int, state: Any, info: Mapping[str, object], due: Due
@@ -209,16 +211,18 @@ class Saver:
         Returns:
             the contributions of all processes, by index; what this one writes; its own copy of the info.
         """
-        entries, own_info = list[StateEntry](), dict[str, Any]()
+        entries: list[StateEntry] = []
+        own_info: dict[str, Any] = {}
 
         def contribute() -> bytes:
-            votes, own = due.vote(step), own_parts(state)
+            votes = due.vote(step)
+            own = own_parts(state)
             if self._backend.all_write or votes.newer:
                 if self._is_main_process and self.behind.busy:
                     warning = "saving step %d waits for the save before it: saves are due faster than they are written"
                     logger.warning(warning, step)
                 self.behind.wait()
-                entries.extend(hand_off({**state, **own} if own else state))
+                entries.extend(entries_of({**state, **own} if own else state))
                 own_info.update(copy_info(info))  # the loop may change it
             return Contribution(votes, self.gradients.are_waiting(state), own).pack()
 
@@ -233,18 +237,18 @@ class Saver:
         if any(each.inside_window for each in contributions):
             collected[KEY] = self.gradients.of_everyone(state, self.connect())
         if self._backend.all_write or self._is_main_process:
-            by_key = {entry.key: entry for entry in hand_off(collected)}
+            by_key = {entry.key: entry for entry in entries_of(collected)}
             entries[:] = [by_key.pop(entry.key, entry) for entry in entries]
             entries[:0] = by_key.values()
 
     def _save_now(self, task: SaveTask | None) -> bool:
         def work() -> bool:
-            return task is not None and self._note(task.save(partial(files_of, task.entries)))
+            return task is not None and self._record(task.save(partial(files_of, task.entries)))
 
         # Only process 0 knows whether the disk took the checkpoint: telling the others costs one collective more.
         return is_true_anywhere(self._processes, work)
 
-    def _note(self, result: SaveResult) -> bool:
+    def _record(self, result: SaveResult) -> bool:
         self.last_result = result
         if result.note and self._is_main_process:
             logger.log(logging.WARNING if result.saved or result.cause else logging.INFO, result.note)

@@ -60,7 +60,7 @@ class StateEntry:
     Attributes:
         key: names its files.
         form: how they are written, see above.
-        value: containers of its own; arrays are copied, tensors are those of the state.
+        value: containers of its own, with copies of the arrays of the state and its very tensors.
         tensors: the tensors and arrays in `value`, in the order in which its file holds them.
     """
 
@@ -104,7 +104,7 @@ class StateEntry:
         return text.encode(), tensors
 
 
-def hand_off(state: State) -> list[StateEntry]:
+def entries_of(state: State) -> list[StateEntry]:
     """The present content of `state`, except for the contents of its tensors.
 
     Raises:
@@ -137,7 +137,7 @@ def require_own_files(entries: Iterable[StateEntry]) -> None:
 
 
 def files_of(entries: Sequence[StateEntry], bodies: Sequence[memoryview | None] | None = None) -> dict[str, FileImage]:
-    """The files of a state that was handed off. Tensors on the CPU are viewed, not copied.
+    """The files of the entries of a state. Tensors on the CPU are viewed, not copied.
 
     Args:
         bodies: the bytes of each entry's tensors; where there are none, they are looked up in the tensors.
@@ -155,7 +155,7 @@ def _entry(key: str, value: object) -> StateEntry:
         value = value.state_dict()
     tensors: list[Tensor] = []
     try:
-        own = _take(value, tensors)
+        own = _own_containers(value, tensors)
     except TypeError:
         encode(value, _Collector({}))  # slower, and its error has the address
         raise
@@ -165,7 +165,7 @@ def _entry(key: str, value: object) -> StateEntry:
     return StateEntry(key, "tree" if tensors else "plain", own, tensors)
 
 
-def _take(value: Any, tensors: list[Tensor]) -> Any:
+def _own_containers(value: Any, tensors: list[Tensor]) -> Any:
     """`value` in containers of its own; its tensors and copies of its arrays are added to `tensors`."""
     if isinstance(value, Tensor):
         _require_plain_bytes(value)
@@ -174,15 +174,15 @@ def _take(value: Any, tensors: list[Tensor]) -> Any:
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, (list, tuple)):
-        items = [_take(item, tensors) for item in value]
+        items = [_own_containers(item, tensors) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, Mapping):
-        return {key: _take(item, tensors) for key, item in value.items()}
+        return {key: _own_containers(item, tensors) for key, item in value.items()}
     if isinstance(value, np.ndarray):
         tensors.append(torch.from_numpy(np.array(value, order="C")))
         return tensors[-1].numpy()
     if hasattr(value, "state_dict"):
-        return _take(value.state_dict(), tensors)
+        return _own_containers(value.state_dict(), tensors)
     raise TypeError(f"a {type(value).__name__} has no plain form")
 
 
@@ -266,7 +266,7 @@ def _require_plain_bytes(tensor: Tensor, where: str = "") -> None:
 def _raw_bytes(tensor: Tensor) -> memoryview:
     _require_plain_bytes(tensor)
     if not tensor.numel():
-        return memoryview(b"")  # that of an empty array has a stride of 0, and so no view as bytes
+        return memoryview(b"")  # an empty array has a stride of 0, and so no view as bytes
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     view: memoryview = flat.view(torch.uint8).numpy().data
     return view
@@ -279,7 +279,7 @@ def read_state(forms: Mapping[str, str], files: Mapping[str, bytes]) -> dict[str
     """The state that was written as these files, its tensors on the CPU.
 
     Args:
-        forms: those of the entries, by their keys.
+        forms: the form of each entry, by its key.
 
     Raises:
         DamagedCheckpoint: the files do not have the form that the manifest says.
@@ -350,7 +350,7 @@ def to_bytes(value: Any) -> bytes:
     Raises:
         CheckpointError: it holds a value that cannot be saved.
     """
-    images = files_of(hand_off({"value": {"content": value}}))
+    images = files_of(entries_of({"value": {"content": value}}))
     parts = {name: b"".join(image.parts) for name, image in images.items()}
     text = parts.get("value.json", b"")
     return len(text).to_bytes(8, "little") + text + parts.get("value.safetensors", b"")

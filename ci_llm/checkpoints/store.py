@@ -50,7 +50,7 @@ class OtherWriters:
     """The other processes that write a part of a checkpoint, for the one that commits it. This class stands for none.
 
     Attributes:
-        records: the files that they will write; none of them is among those of the committing process.
+        records: the files that they will write; the committing process writes none of them.
     """
 
     records: Mapping[str, FileRecord] = {}
@@ -223,12 +223,14 @@ class CheckpointStore:
         if save_total_limit is not None and save_total_limit < 1:
             raise CheckpointError("at least one checkpoint must be kept", where="save_total_limit")
         self.directory = Path(directory)
-        self._limit, self._disk = save_total_limit, disk
-        self._timeout, self._owner = writer_timeout, owner
+        self._limit = save_total_limit
+        self._timeout = writer_timeout
+        self._owner = owner
+        self._disk = disk
         self._lease: Lease | None = None
-        self._opened: Opened | None = None  # read and verified: `take` needs the same bytes right after
-        self._verified: int | None = None  # the step that was taken last
-        self._newest_known: tuple[int | None] | None = None  # the newest step, where it was looked for
+        self._opened: Opened | None = None  # read and verified by `latest_step`, for the `read` that follows it
+        self._verified: int | None = None  # the step that `read` has returned last
+        self._newest_known: tuple[int | None] | None = None  # the newest step, once it was looked for
 
     # One writer
 
@@ -261,8 +263,8 @@ class CheckpointStore:
         return self._held().work
 
     def close(self) -> None:
-        """Release the lease, and the bytes that `look` has kept."""
-        self.let_go()
+        """Release the lease, and free the bytes that `latest_step` has kept."""
+        self.free_read_bytes()
         if self._lease is not None:
             self._lease.release()
             self._lease = None
@@ -284,7 +286,7 @@ class CheckpointStore:
             except OSError as error:
                 logger.warning("a leftover of an earlier attempt stays: %s", error)
 
-    # Looking
+    # Reading
 
     def path(self, step: int) -> Path:
         """The folder of a committed step; the final checkpoint if only that one holds it.
@@ -302,52 +304,51 @@ class CheckpointStore:
         """Read every byte of a step and return its manifest. Raises DamagedCheckpoint, CheckpointError."""
         return verify_folder(self.path(step))
 
-    def read(self, step: int) -> Opened:
-        """The manifest and the files of a step, verified. Raises DamagedCheckpoint, CheckpointError."""
-        return layout.open_step(self.directory, step)
+    def latest_step(self, *, quarantine: bool = True, at_most: int | None = None) -> int | None:
+        """The newest step that verifies. A checkpoint that does not verify is named in the log.
 
-    def newest(self) -> int | None:
-        """As `look`, for the one writer: it looks once, keeps no bytes, and knows the newest step until `forget`."""
-        if self._newest_known is None:
-            self.acquire_lease()
-            found = self._newest(verify_folder, heal=True, at_most=None)
-            self._newest_known = (None if found is None else found.step,)
-        return self._newest_known[0]
-
-    def look(self, *, heal: bool = True, at_most: int | None = None) -> int | None:
-        """The newest step that verifies. A checkpoint that does not is named.
-
-        The bytes that were read stay in memory for `take`, and are not read again while they are new.
+        Every byte is read. The bytes stay in memory for the `read` that follows, and are read again only if the
+        folder has changed.
 
         Args:
-            heal: move what does not verify to `quarantine/`, unless another attempt writes here; keeps no lease for it.
+            quarantine: move what does not verify to `quarantine/`, unless another attempt writes here; the lease that
+                this needs is released again.
             at_most: steps after this one are passed over.
         """
-        if self._opened is None or not self.is_newest(self._opened, at_most):
+        if self._opened is None or not self._is_newest(self._opened, at_most):
             self._opened = None  # the old one goes first: never two in memory
-            self._opened = self._newest(open_folder, heal, at_most)
+            self._opened = self._newest(open_folder, quarantine, at_most)
         newest = None if self._opened is None else self._opened.manifest.step
         if at_most is None:
             self._newest_known = (newest,)
         return newest
 
-    def take(self, step: int) -> Opened:
-        """The manifest and the files of a step, verified, which `look` may have read. Raises as `read` does."""
-        opened, self._opened = self._opened, None
+    def read(self, step: int) -> Opened:
+        """The manifest and the files of a step, verified. Raises DamagedCheckpoint, CheckpointError."""
+        opened = self._opened
+        self._opened = None
         if opened is None or opened.manifest.step != step:
-            opened = self.read(step)
+            opened = layout.open_step(self.directory, step)
         self._verified = step
         return opened
 
-    def let_go(self) -> None:
-        """Free the bytes that `look` has kept."""
+    def newest(self) -> int | None:
+        """`latest_step` for the one writer, which remembers it until `reload`, and keeps no bytes."""
+        if self._newest_known is None:
+            self.acquire_lease()
+            found = self._newest(verify_folder, quarantine=True, at_most=None)
+            self._newest_known = (None if found is None else found.step,)
+        return self._newest_known[0]
+
+    def free_read_bytes(self) -> None:
+        """Free the bytes that `latest_step` has kept."""
         self._opened = None
 
-    def forget(self) -> None:
-        """The folder has changed otherwise than by a save: look again."""
+    def reload(self) -> None:
+        """Forget what is known of the folder, because something else than a save has changed it."""
         self._opened = self._verified = self._newest_known = None
 
-    def is_newest(self, opened: Opened, at_most: int | None = None) -> bool:
+    def _is_newest(self, opened: Opened, at_most: int | None = None) -> bool:
         """True if a folder that was read is still the newest, and still the same checkpoint; reads its manifest."""
         line = [folder for step, folder in committed(self.directory) if at_most is None or step <= at_most]
         if line[:1] != [opened.folder]:
@@ -356,29 +357,29 @@ class CheckpointStore:
             return read_manifest(opened.folder) == opened.manifest
         return False
 
-    def _newest(self, look: Callable[[Path], T], heal: bool, at_most: int | None) -> T | None:
-        """The value of `look` for the newest folder that it does not find damaged."""
+    def _newest(self, verify: Callable[[Path], T], quarantine: bool, at_most: int | None) -> T | None:
+        """The value of `verify` for the newest folder that it does not find damaged."""
         final = self.directory / FINAL
         if os.path.lexists(final):  # without a manifest it has no step, and `committed` does not list it
-            self._look_twice(final, heal, read_manifest)
+            self._verify_twice(final, quarantine, read_manifest)
         seen = committed(self.directory)
         for step, folder in seen:
             if at_most is not None and step > at_most:
                 continue
-            found = self._look_twice(folder, heal, look)
+            found = self._verify_twice(folder, quarantine, verify)
             if found is not None:
                 return found
         # A live writer may have committed a new one, and pruned those seen here, during the reading.
-        return self._newest(look, heal, at_most) if set(committed(self.directory)) - set(seen) else None
+        return self._newest(verify, quarantine, at_most) if set(committed(self.directory)) - set(seen) else None
 
-    def _look_twice(self, folder: Path, heal: bool, look: Callable[[Path], T]) -> T | None:
-        """The value of `look`; None if it finds the folder damaged twice, because a disk or a network may fail once."""
+    def _verify_twice(self, folder: Path, quarantine: bool, verify: Callable[[Path], T]) -> T | None:
+        """The value of `verify`; None if it finds damage twice: a disk or a network may fail once."""
         with contextlib.suppress(CheckpointError):
-            return look(folder)
+            return verify(folder)
         try:
-            return look(folder)
+            return verify(folder)
         except DamagedCheckpoint as damage:
-            self._quarantine(folder, damage, heal)
+            self._set_damaged_aside(folder, damage, quarantine)
             return None
 
     # Changing
@@ -408,8 +409,8 @@ class CheckpointStore:
             raise ValueError(f"a step counts from 0 on, not {step}")
         lease = self._held()
         target = step_folder(self.directory, step)
-        if os.path.lexists(target) and self._look_twice(target, True, verify_folder) is not None:
-            self.forget()  # somebody else has written it
+        if os.path.lexists(target) and self._verify_twice(target, True, verify_folder) is not None:
+            self.reload()  # somebody else has written it
             return SaveResult(step, False, f"step {step} is saved already")
         began = time.monotonic()
         records = {**{name: image.record() for name, image in files.items()}, **others.records}
@@ -434,7 +435,7 @@ class CheckpointStore:
         with _reading_back():
             verify_files(self.directory / draft, records)
 
-    def finish(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> SaveResult:
+    def make_final(self, extra: Mapping[str, bytes] | None = None, *, step: int | None = None) -> SaveResult:
         """Make `final_checkpoint` again from a committed step, with `extra` files beside its own.
 
         It is a copy and not a set of links: people edit what they publish, and the committed step must not
@@ -449,10 +450,10 @@ class CheckpointStore:
         self._held()
         began = time.monotonic()
         final = self.directory / FINAL
-        newest = self.look()
+        newest = self.latest_step()
         if newest is None:
             raise CheckpointError("no step is committed to make it from", where=str(final))
-        opened = self.take(newest)
+        opened = self.read(newest)
         own = step_folder(self.directory, newest).name
         cause = self._put(opened, own) if opened.folder == final else None  # nobody else has it meanwhile
         if cause:
@@ -475,7 +476,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: the disk refuses it. WriterBusy: another attempt holds the folder.
         """
-        self.forget()
+        self.reload()
         if cause := self._put(opened, opened.folder.name):
             raise CheckpointError(f"{opened.folder.name} is dropped: {cause}", where=str(self.directory)) from cause
 
@@ -486,12 +487,12 @@ class CheckpointStore:
             WriterBusy: another attempt holds the folder. OSError: the disk refuses one, which is where it was.
         """
         verified = self._verified
-        self.forget()
+        self.reload()
         if verified == after_step:  # it was read byte by byte, and is the newest now: no save has to look again
             self._newest_known = (after_step,)
         self._held()
         newer = [folder for step, folder in committed(self.directory) if step > after_step]
-        # The newest goes last: until then `look` gives what it was, and afterwards it is `after_step`.
+        # The newest goes last: until then it is the latest step, and afterwards `after_step` is.
         newer.reverse()
         return [self._move_to_shelf(folder, layout.SUPERSEDED) for folder in newer]
 
@@ -501,12 +502,12 @@ class CheckpointStore:
         Raises:
             WriterBusy: another attempt holds the folder. OSError: the disk refuses it; everything is where it was.
         """
-        self.forget()
+        self.reload()
         return layout.set_aside(self.directory, entries, self._held().work, self._disk)
 
     def delete(self, step: int) -> None:
         """Remove a committed step. Raises CheckpointError if there is no such step."""
-        self.forget()
+        self.reload()
         self._remove(self.path(step))
 
     # Committing
@@ -536,7 +537,9 @@ class CheckpointStore:
         """
         older = [step for step in layout.numbered_steps(self.directory) if step < saved]
         excess = older[: max(len(older) + 1 - self._limit, 0)] if self._limit else []
-        for step in (step for step in excess if step not in keep):
+        for step in excess:
+            if step in keep:
+                continue
             try:
                 self._remove(step_folder(self.directory, step))
             except OSError as error:
@@ -551,8 +554,8 @@ class CheckpointStore:
         self._disk.sync_folder(self.directory)
         clear(draft, self._disk)
 
-    def _quarantine(self, folder: Path, damage: DamagedCheckpoint, heal: bool) -> None:
-        if not heal or is_run(folder):
+    def _set_damaged_aside(self, folder: Path, damage: DamagedCheckpoint, quarantine: bool) -> None:
+        if not quarantine or is_run(folder):
             logger.warning("%s; passed over", damage.what)
             return
         only_reads = self._lease is None

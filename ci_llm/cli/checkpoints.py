@@ -212,7 +212,7 @@ def _push(call: argparse.Namespace) -> int:
         try:
             done = mirror.flush(PUSH_S)
         finally:
-            mirror.close()
+            mirror.stop()
     state, healed = mirror.state, sorted(found.damage.values())
     if not done:
         raise BadInput(f"not everything was sent: {state.error}", where=state.url)

@@ -82,7 +82,7 @@ class _Variables(NamedTuple):
     local_index: str
 
 
-# In the order of precedence: torchrun inside an srun step sets its own variables beside those of SLURM.
+# In the order of precedence: torchrun inside an srun step sets its own variables beside SLURM's.
 _LAUNCHERS: Final = (
     _Variables("torchrun", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
     _Variables("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),

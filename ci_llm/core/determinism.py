@@ -84,7 +84,8 @@ def restore(state: dict[str, Any]) -> str | None:
     """
     cuda = state.get("cuda", {})
     here = torch.cuda.device_count() if cuda or torch.cuda.is_initialized() else 0
-    python, numpy = state["python"], state["numpy"]
+    python = state["python"]
+    numpy = state["numpy"]
     random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)
     np.random.set_state((numpy["name"], keys, numpy["pos"], numpy["has_gauss"], numpy["cached_gaussian"]))
@@ -124,7 +125,7 @@ _KINDS: Final = ("machine", "settings", "versions")
 
 
 def names(device: torch.device, kernels: str = PLAIN) -> dict[str, Any]:
-    """The names that decide bits on this device in this process; `differences` compares those of two runs.
+    """The names that decide bits on this device in this process; `differences` compares the names of two runs.
 
     Args:
         kernels: the kernels of the run, as its checkpoints record them.

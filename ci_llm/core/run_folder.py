@@ -438,5 +438,5 @@ def is_reserved(name: str) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """True if a folder is that of a run, whatever its name."""
+    """True if a folder holds a run, whatever its name."""
     return (folder / BEGINNING).is_file() or (folder / ATTEMPTS).is_dir()

@@ -54,7 +54,7 @@ class Status:
         mirror: how the mirror stands: url, step, behind_s, error; None without one.
         exactness: how exactly the attempt resumes from a checkpoint, and why not more so; None for a fresh start.
         phase: "evaluation" while rows are evaluated.
-        evaluation_batch_size: rows per process that are evaluated at a time; between evaluations at most so many, or
+        evaluation_batch_size: rows per process that are evaluated at a time; between evaluations the most rows, or
             None for as many as the configuration asks for.
     """
 
@@ -232,7 +232,7 @@ def read_status(folder: Path | str, *, now: float | None = None) -> Status:
 def last_attempt(folder: Path | str) -> int | None:
     """The number of the attempt that wrote status.json last; None if there is no such file.
 
-    Where the file is damaged, it is that of the newest attempt that has a folder.
+    Where the file is damaged, it is the number of the newest attempt that has a folder.
     """
     try:
         written = last_status(folder)

@@ -36,7 +36,7 @@ class Work:
     began_at: float = field(default_factory=time.monotonic)
 
     def advance_to(self, done: int) -> None:
-        """Tell the listeners that so many parts are done."""
+        """Tell the listeners the number of parts that are done."""
         self.done = done
         _tell(self)
 

@@ -70,9 +70,9 @@ COLLECTIVE_TIMEOUT: Final = timedelta(minutes=30)
 #: The longest that an all-reduce of gradients may take on GPUs. All processes have just voted, so that all begin it.
 REDUCE_BOUND_S: Final = 60.0
 _REDUCE_LOOK_S: Final = 1e-4
-#: A process that is asked to stop waits so long for the others that it has not met yet.
+#: How long a process that is asked to stop waits for others that it has not met yet.
 MEETING_GRACE_S: Final = 5.0
-#: After so long a process says which others it still waits for.
+#: After this time a process says which others it still waits for.
 MISSING_S: Final = 10.0
 _LOOK_S: Final = 0.1
 _IDLE_LOOK_S: Final = 1.0  # how late a request to stop is seen at most; the end of a run wakes the thread at once
@@ -206,9 +206,10 @@ class Processes:
             the configuration without auto, and the choice with its reason in one line; empty if none was to be made.
 
         Raises:
-            ModelError: the device does not support the precision, which may be that of another machine's checkpoint.
+            ModelError: the device does not support the precision; a checkpoint of another machine may ask for it.
         """
-        settled, line = config, ""
+        settled = config
+        line = ""
         if AUTO in (config.mixed_precision, config.model_dtype):
             speed = min(self.gather_object(precision.speed_of_bf16()), key=lambda each: each.bf16_is_faster)
             settled = config.model_copy(update=precision.chosen(config, speed))
@@ -217,7 +218,8 @@ class Processes:
         precision.check_precision(settled)
         if settled.mixed_precision != self._precision:
             AcceleratorState._reset_state()  # which keeps the precision of the first Accelerator of a process
-            self._precision, self._accelerator = settled.mixed_precision, None
+            self._precision = settled.mixed_precision
+            self._accelerator = None
         return settled, line
 
     def free_memory(self) -> int:
@@ -416,7 +418,7 @@ def _set_environment(launch: Launch, on_cpu: bool) -> None:
         # A process without a peer ends as PeerLost (`wait_within_bound`), and not by a signal of NCCL's watchdog.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     if on_cpu and launch.num_processes > 1 and "OMP_NUM_THREADS" not in os.environ:
-        # Otherwise every process uses all cores, or Accelerate counts those of the machine instead of the job's.
+        # Otherwise every process uses all cores, or Accelerate counts the cores of the machine and not of the job.
         os.environ["OMP_NUM_THREADS"] = str(launch.threads_per_process)
         torch.set_num_threads(launch.threads_per_process)
 
@@ -437,8 +439,11 @@ def join(launch: Launch, backend: str, interrupts: Interrupts | None = None) -> 
     Raises:
         StoppedBeforeMeeting: the run is asked to stop meanwhile.
     """
-    name, place = f"{names_of_round()}ci_llm run {next(_RUNS)}", (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
-    tell_at, until = (time.monotonic() + s for s in (MISSING_S, COLLECTIVE_TIMEOUT.total_seconds()))
+    name = f"{names_of_round()}ci_llm run {next(_RUNS)}"
+    place = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    wait = time.sleep if interrupts is None else interrupts.wait
+    tell_at = time.monotonic() + MISSING_S
+    until = time.monotonic() + COLLECTIVE_TIMEOUT.total_seconds()
     while missing := _missing(launch, name, place):
         who = who_is_missing(launch, missing)
         if interrupts is not None and interrupts.stop_reason is not None:
@@ -449,9 +454,10 @@ def join(launch: Launch, backend: str, interrupts: Interrupts | None = None) -> 
             tell_at = math.inf
             if launch.is_main_process or 0 in missing:  # else the main process tells
                 print(f"waiting   {who}", file=sys.stderr, flush=True)
-        (time.sleep if interrupts is None else interrupts.wait)(_LOOK_S)
-    store, index, count = PrefixStore(name, _meeting_points[place]), launch.process_index, launch.num_processes
-    dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=COLLECTIVE_TIMEOUT)
+        wait(_LOOK_S)
+    store = PrefixStore(name, _meeting_points[place])
+    world = {"rank": launch.process_index, "world_size": launch.num_processes}
+    dist.init_process_group(backend, store=store, timeout=COLLECTIVE_TIMEOUT, **world)
 
 
 #: The store at each address. It is kept for the next run: a peer may be there first and need it.
@@ -464,8 +470,9 @@ def _missing(launch: Launch, name: str, place: tuple[str, str]) -> list[int]:
         leads = launch.is_main_process and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else it is there
         if not leads and not _listens(place):
             return [0]
-        address, port, when = place[0], int(place[1]), COLLECTIVE_TIMEOUT
-        store: Store = TCPStore(address, port, None, leads, when, wait_for_workers=False, multi_tenant=True)
+        address, port = place
+        shared = {"wait_for_workers": False, "multi_tenant": True}
+        store: Store = TCPStore(address, int(port), None, leads, COLLECTIVE_TIMEOUT, **shared)
         _meeting_points[place] = store
     store = PrefixStore(name, _meeting_points[place])
     store.set(f"here {launch.process_index}", "")
@@ -587,7 +594,8 @@ def wait_within_bound(tensor: Tensor) -> None:
     """
     if not tensor.is_cuda:
         return
-    done, until = torch.cuda.current_stream(tensor.device).record_event(), time.monotonic() + REDUCE_BOUND_S
+    done = torch.cuda.current_stream(tensor.device).record_event()
+    until = time.monotonic() + REDUCE_BOUND_S
     while not done.query():
         if time.monotonic() > until:
             raise RuntimeError(f"the sum of {tensor.numel():,} gradients has not ended within {REDUCE_BOUND_S:g} s")

@@ -23,7 +23,7 @@ from ci_llm.errors import CheckpointError, PeerLost, first_line
 MAX_VOTES: Final = 8
 #: Bytes that a message may have before it costs a second collective; generators of one process have about 20,000.
 FIRST_CAPACITY: Final = 1 << 16
-#: A message of up to so many bytes costs the second collective once, because its size is kept for the next ones.
+#: In bytes. A message up to this size costs the second collective once: its size is kept for the next ones.
 MOST_KEPT: Final = 1 << 20
 _LENGTH_BYTES: Final = 8
 #: First byte of a message that says whether its sender has failed.

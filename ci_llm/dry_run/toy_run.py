@@ -14,7 +14,7 @@ from torch import Tensor
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import FileRecord
-from ci_llm.checkpoints.state_files import State, files_of, hand_off
+from ci_llm.checkpoints.state_files import State, entries_of, files_of
 from ci_llm.core.determinism import generator_for
 from ci_llm.core.quantities import count, duration, short, size
 from ci_llm.core.run_folder import number, read_records
@@ -155,7 +155,7 @@ def _saved(context: CheckContext) -> Checkpoint:
 
 def _records(state: State) -> dict[str, FileRecord]:
     """Size and digest of every file of a state; without the global generators, which every draw changes."""
-    files = files_of(hand_off({key: value for key, value in state.items() if key != "rng"}))
+    files = files_of(entries_of({key: value for key, value in state.items() if key != "rng"}))
     return {name: image.record() for name, image in files.items()}
 
 

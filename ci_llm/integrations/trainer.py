@@ -101,14 +101,14 @@ class TrainerCheckpoints(LoopCheckpoints, TrainerCallback):  # type: ignore[misc
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._attempt is not None:  # Trainer can evaluate without training
             self._attempt.mark = None
-            self._attempt.saver.manager.due.forget()  # a save may have been asked for during the evaluation
+            self._attempt.saver.manager.due.ask_again()  # a save may have been asked for during the evaluation
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._attempt.mark = None
         if self._attempt.stopping and not _between_epochs(state):
             # Trainer calls this for an epoch that was broken off as well, and would evaluate it.
             control.should_evaluate = control.should_log = control.should_save = False
-        # At an interruption the weights stay those of the step: the best ones belong to the end of the run.
+        # At an interruption the weights stay as the step left them: the best ones belong to the end of the run.
         self._attempt.keep_weights()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

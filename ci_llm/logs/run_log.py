@@ -1,8 +1,8 @@
 """The log of a run: for people (terminal and training.log), for programs (metrics.jsonl) and for trackers.
 
 An attempt appends to training.log, a line per message, and to metrics.jsonl, a JSON record per line. A run is worth
-more than its files: a disk that refuses a line is reported once, and the run continues. The messages are those of the
-standard `logging`.
+more than its files: a disk that refuses a line is reported once, and the run continues. The messages come by
+the standard `logging`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class MetricsFile(AppendedFile):
     """metrics.jsonl: records of numbers by optimizer step, which are cut back to the step that a run resumes from."""
 
     def truncate(self, step: int, staging: Path | None = None) -> None:
-        """Remove the lines past `step`, and lines that a crash has cut; -1 removes those of all steps.
+        """Remove the lines past `step`, and lines that a crash has cut; -1 removes the lines of all steps.
 
         Args:
             staging: where the folder's owner writes the unfinished file (`durable.write_bytes`).
@@ -109,8 +109,8 @@ class RunLog:
     """The log of one attempt. Every method may be called on every process; only the main process writes anything.
 
     From its creation to `close`, every record of the package's loggers goes to the terminal, to training.log and to the
-    handlers that the logger `ci_llm` has, and not to those of the root logger. Messages of the level INFO appear as
-    they are. Those of any other level are marked: `warning: ...` on the terminal, `WARNING ...` in training.log. The
+    handlers of the logger `ci_llm`, and not to the handlers of the root logger. Messages of the level INFO appear as
+    they are. Messages of any other level are marked: `warning: ...` on the terminal, `WARNING ...` in training.log. The
     level of the logger `ci_llm` decides which records are kept; INFO if nobody has set one.
 
     Messages that come before `open` go to the terminal at once and to training.log as soon as it exists: a call that
@@ -302,7 +302,7 @@ class PackageHandler(logging.Handler):
         PACKAGE.propagate = False
         if PACKAGE.level == logging.NOTSET:
             PACKAGE.setLevel(logging.INFO)
-        # Not that of a sweep around it, nor that of `--debug`, which shows on the terminal what this one does.
+        # Not the handler of a sweep around it, and not the one of `--debug`, which shows the same on the terminal.
         own = [each for each in self._before[2] if not isinstance(each, PackageHandler) and each.name != PACKAGE.name]
         PACKAGE.handlers[:] = [self, *own]
 

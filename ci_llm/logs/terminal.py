@@ -177,7 +177,7 @@ def _styled(text: str) -> Text:
     return shown
 
 
-SMOOTHED_STEPS: Final = 10  # a loss is shown as the mean of so many steps, else it could not be read
+SMOOTHED_STEPS: Final = 10  # a loss is shown as a mean over these steps, else it could not be read
 GAP: Final = Text("  ")
 
 
@@ -280,7 +280,8 @@ def _range(losses: Sequence[float], names: Sequence[str]) -> list[Text]:
     known, parts = finite(losses), []
     if without := len(losses) - len(known):
         parts.append(Text().append(f"not finite: {without} of {len(losses)}", style="bold red"))
-    for word, loss in (("lowest", min(known)), ("highest", max(known))) if known else ():
+    extremes = {"lowest": min(known), "highest": max(known)} if known else {}
+    for word, loss in extremes.items():
         cell = Text().append(f"{word} ", style="dim").append(_loss(loss))
         parts.append(cell.append(f" {names[losses.index(loss)]}", style="dim"))
     return parts

@@ -55,15 +55,15 @@ def local_copy(url: str, where: str, *, final_first: bool = False) -> Path:
     """
     reader, head, name = open_mirror(url, where)
     if name is not None:
-        return _bring(reader, reader.entry(head, name))
+        return _download(reader, reader.entry(head, name))
     line = sorted(head.line, key=lambda entry: entry.name != FINAL) if final_first else head.line
     for entry in line:
         with contextlib.suppress(DamagedCheckpoint):
-            return _bring(reader, entry)
+            return _download(reader, entry)
     raise CheckpointError("no checkpoint in this mirror verifies", where=reader.url)
 
 
-def _bring(reader: MirrorReader, entry: Entry) -> Path:
+def _download(reader: MirrorReader, entry: Entry) -> Path:
     folder = cache_folder("mirrors") / digest_of(entry.place) / entry.name
     with contextlib.suppress(DamagedCheckpoint):
         verify_folder(folder)
@@ -118,9 +118,9 @@ def _fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[st
     found, damage = reader.newest(head, after=-1 if own is None else own)
     if found is not None:
         manager.store.acquire_lease()
-        if token is None:  # a disk with steps and without a token is that of another run
+        if token is None:  # a disk with steps and without a token belongs to another run
             write_token(folder, Token(head.run, NOBODY))
-        _take(reader, head, found, manager, files)
+        _adopt(reader, head, found, manager, files)
     elif own is None:
         logger.warning(f"mirror    no step in {reader.url} verifies")
     now = Token(head.run, head.writer)
@@ -129,9 +129,11 @@ def _fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[st
     return Found(head.writer, damage)
 
 
-def _take(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointManager, files: Collection[str]) -> None:
+def _adopt(
+    reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointManager, files: Collection[str]
+) -> None:
     """Bring a step, after everything that belongs to it: until that step is here, the next start fills again."""
-    _restore(reader, head, manager.directory, files)
+    _download_files(reader, head, manager.directory, files)
     for entry in _wanted(head, newest, manager.directory):
         try:
             manager.store.adopt(reader.open(entry))
@@ -141,7 +143,7 @@ def _take(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointM
     logger.info(f"mirror    step {newest.manifest.step} came from {reader.url}: the disk had no newer one")
 
 
-def _restore(reader: MirrorReader, head: Head, folder: Path, patterns: Collection[str]) -> None:
+def _download_files(reader: MirrorReader, head: Head, folder: Path, patterns: Collection[str]) -> None:
     """Write the files of a run as the mirror has them, in the place of what is there.
 
     Only names that match are written, whatever the head says. A file that is damaged there is named and left out.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 
-#: After an error the next try comes after so many seconds, twice as many each time, at most the longest.
+#: Seconds from an error to the next try: at first, and at most. They double from one to the next.
 FIRST_TRY_S: Final = 1.0
 LONGEST_S: Final = 60.0
 #: When the run is about to end nobody can wait longer.
@@ -63,7 +63,7 @@ class RateLimiter:
 
 
 def backoff_s(failures: int, *, hurry: bool) -> float:
-    """Seconds until the next try after so many failures in a row, with jitter: many runs may share a store."""
+    """Seconds until the next try, after this number of failures in a row; with jitter: many runs may share a store."""
     longest = HURRY_S if hurry else LONGEST_S
     return min(FIRST_TRY_S * 2.0 ** min(failures - 1, 10), longest) * random.uniform(0.5, 1.0)
 
@@ -109,7 +109,7 @@ class Objects(Protocol):
         """Write an object, whatever is there; it appears whole. What comes in chunks is sent in parts."""
 
     def swap(self, key: str, data: bytes, version: Version | None) -> None:
-        """Write an object only if it is still that of `version`, or for None only if it is new. Raises Conflict."""
+        """Write an object only if it still has `version`, or for None only if it is new. Raises Conflict."""
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; an object that is gone already is not an error."""
@@ -156,7 +156,7 @@ def _open_store(url: str) -> ObjectStore:
 
 
 class _Store:
-    """The common part of both kinds of `Objects`: which errors are those of the store, and what becomes of them."""
+    """The common part of both kinds of `Objects`: how an error of the store is told."""
 
     url: str
     _failures: tuple[type[Exception], ...] = (OSError,)
@@ -185,7 +185,8 @@ class RemoteObjects(_Store):
         except ImportError as error:
             raise BadInput("a mirror needs the package obstore", where=f"{where}: {url}", hint=EXTRA) from error
         self.url = url
-        self._api, self._failures = obstore, (BaseError, OSError)
+        self._api = obstore
+        self._failures = (BaseError, OSError)
         try:
             self._store = _open_store(url)
         except (BaseError, ValueError) as error:

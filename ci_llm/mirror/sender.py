@@ -103,9 +103,12 @@ class Mirror:
         max_mb_per_s: float | None = None,
         on_change: Callable[[MirrorState], object] = lambda state: None,
     ) -> None:
-        self.folder, self.files = folder, files
-        self._keep, self.on_change = keep, on_change
-        self._limiter, objects = RateLimiter(max_mb_per_s), open_objects(url)
+        self.folder = folder
+        self.files = files
+        self.on_change = on_change
+        self._keep = keep
+        self._limiter = RateLimiter(max_mb_per_s)
+        objects = open_objects(url)
         self.reader = MirrorReader(objects, self._limiter)
         self._writer = MirrorWriter(objects, self._pace)
         self._claim: Callable[[], object] | None = None  # what is to be called first
@@ -161,7 +164,7 @@ class Mirror:
             self._limiter.hurry.clear()
         return done and self.state.error is None
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """End the thread, whatever it is doing."""
         self._over.set()
         self._limiter.hurry.set()
@@ -253,7 +256,8 @@ class Mirror:
         return None
 
     def _send(self, step: int, folder: Path, known: str) -> None:
-        began, self.sending = time.perf_counter(), frozenset({step})
+        began = time.perf_counter()
+        self.sending = frozenset({step})
         try:
             entry = self._writer.send_step(folder)
             self._commit(self._writer.head.with_step(entry))

@@ -110,7 +110,8 @@ class MirrorWriter:
 
     def send_file(self, name: str, data: bytes) -> RunFile:
         """Send another file of the run, if it is not as the mirror has it. Raises MirrorUnreachable."""
-        known, own = self.head.files.get(name), digest([data])
+        known = self.head.files.get(name)
+        own = digest([data])
         if known is not None and digest_of(known.place) == own:
             return known
         file = RunFile(len(data), self._place(own))
@@ -204,7 +205,8 @@ class MirrorWriter:
         except MirrorUnreachable as error:
             logger.debug("the mirror is not looked through: %s", error.what)
             return []
-        kept, number = self.head.places, self.head.writer.partition("-")[0]
+        kept = self.head.places
+        number = self.head.writer.partition("-")[0]
 
         def is_left(key: str) -> bool:
             sent = SENT.match(key)

@@ -134,4 +134,4 @@ class RunMirror:
             elif status == "completed" or isinstance(error, Exception):
                 self.flush(LAST_FILES_S)
         finally:
-            self._mirror.close()
+            self._mirror.stop()

@@ -67,7 +67,7 @@ def wandb_run(line: str) -> WandbRun | None:
 
 
 def _is_present_loss(line: str, value: re.Match[str]) -> bool:
-    """True if a non-finite value is that of the present loss: the text before it is the name of a loss.
+    """True if a non-finite value belongs to the present loss: the text before it is the name of a loss.
 
     The value is found first, because it is rare; the text to its left then says what it belongs to.
     """
@@ -157,7 +157,7 @@ def _happened(line: str, match: re.Match[str]) -> bool:
     )
 
 
-#: A script that continues for so many lines after it ran out of memory has recovered from that.
+#: In lines. A script that prints these after it ran out of memory, and continues, has recovered from that.
 RECENT_LINES: Final = 20
 _MAX_LINE_LENGTH: Final = 4096
 _LINE_END: Final = re.compile(r"[\r\n]+")

@@ -231,7 +231,7 @@ class OwnRun:
 
 
 class SweepRun(OwnRun):
-    """A sweep of this project as a target. Its progress is that of all its segments; see `OwnRun` for its arguments."""
+    """A sweep of this project as a target. Its progress sums up its segments; see `OwnRun` for its arguments."""
 
     def _read(self, words: list[str]) -> Config:
         return read_sweep(default_file(), words).config

@@ -364,7 +364,7 @@ class ScriptCommand:
         return not self._options.command or with_file(self._line, self.config.path, elsewhere) != self._line
 
     def _hydra_folder(self, path: Path) -> Path:
-        """The folder that Hydra searches: the given one, or that of the file."""
+        """The folder that Hydra searches: the given one, or the folder of the file."""
         given = self._options.folder_and_name
         return given[0] if given else path.parent
 

@@ -19,7 +19,7 @@ from ci_llm.checkpoints.async_saver import Arena, Copy
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.layout import numbered_steps
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.state_files import hand_off
+from ci_llm.checkpoints.state_files import entries_of
 from ci_llm.errors import CheckpointError
 from tests.support import bit_flips
 from tests.support.log_lines import log_lines, on_log
@@ -295,5 +295,5 @@ def test_a_page_locked_block_is_freed_before_a_larger_one_is_allocated(monkeypat
     monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: freed.append("freed"), raising=False)
     arena = Arena()
     for size, times in ((8, 0), (8, 0), (4096, 1), (16, 1)):
-        arena.reserve(hand_off({"w": torch.ones(size)}))
+        arena.reserve(entries_of({"w": torch.ones(size)}))
         assert len(freed) == times

@@ -54,7 +54,7 @@ def test_a_resumed_run_reads_every_byte_once(run: Path) -> None:
 
 def test_a_final_checkpoint_reads_its_step_once(run: Path) -> None:
     with CheckpointManager(run) as manager, costs.bytes_read() as read:
-        assert manager.saver.finish()
+        assert manager.saver.make_final()
     assert times_read(read, run / "checkpoint_step_2") == {1}
 
 

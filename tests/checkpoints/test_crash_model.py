@@ -42,7 +42,7 @@ def open_store(root: Path, disk: Filesystem, number: int = 1, limit: int | None 
 def newest(root: Path) -> int | None:
     """What a fresh reader finds, with its contents checked."""
     store = CheckpointStore(root)
-    step = store.look(heal=False)
+    step = store.latest_step(quarantine=False)
     if step is not None:
         files = store.read(step).files
         assert files["agent0/b.json"].startswith(f"step {step} ".encode())
@@ -89,8 +89,8 @@ def replay_a_life(root: Path, disk: Replay) -> None:
     store = open_store(root, disk, limit=1)
     disk.expect(lambda: store.save(1, content(1)), None, 1)
     disk.expect(lambda: store.save(2, content(2)), 1, 2)
-    disk.expect(lambda: store.finish({"README.md": b"what it is"}), 2, 2)
-    disk.expect(lambda: store.finish({"README.md": b"what it is now"}), 2, 2)
+    disk.expect(lambda: store.make_final({"README.md": b"what it is"}), 2, 2)
+    disk.expect(lambda: store.make_final({"README.md": b"what it is now"}), 2, 2)
     store = open_store(root, disk, number=2)
     Run(root, []).silence()
     disk.expect(lambda: store.save(3, content(3)), 2, 3)
@@ -98,7 +98,7 @@ def replay_a_life(root: Path, disk: Replay) -> None:
     disk.expect(lambda: store.save(3, content(3, 1)), 2, 3)
     disk.expect(lambda: store.delete(3), 3, 2)
     disk.expect(lambda: store.delete(2), 2, 2)
-    disk.expect(lambda: store.finish({"README.md": b"of the step that only this folder holds"}), 2, 2)
+    disk.expect(lambda: store.make_final({"README.md": b"of the step that only this folder holds"}), 2, 2)
     assert disk.seen == {None, 1, 2, 3}
 
 
@@ -204,7 +204,7 @@ class Histories(RuleBasedStateMachine):
     @rule(lives=st.none() | st.integers(0, 90))
     @precondition(lambda self: self.newest is not None)
     def finish(self, lives: int | None) -> None:
-        if not self.change(lambda: self.store.finish({"README.md": b"hello"}), self.newest, lives):
+        if not self.change(lambda: self.store.make_final({"README.md": b"hello"}), self.newest, lives):
             self.new_writer()
 
     @rule(lives=st.none() | st.integers(0, 40), which=st.integers(0, 5))
@@ -217,13 +217,13 @@ class Histories(RuleBasedStateMachine):
 
     @rule(lives=st.none() | st.integers(0, 60))
     @precondition(lambda self: len(numbered_steps(self.store.directory)) > 1)
-    def damage_and_heal(self, lives: int | None) -> None:
+    def damage_and_quarantine(self, lives: int | None) -> None:
         """Flip a bit of the newest checkpoint: the one before is found, wherever the repair is killed."""
         hurt = self.store.path(numbered_steps(self.store.directory)[-1]) / "agent0/b.json"
         hurt.write_bytes(hurt.read_bytes()[:-1] + b"!")
         self.newest = newest(self.root)
-        self.store.let_go()
-        if not self.change(self.store.look, self.newest, lives):
+        self.store.free_read_bytes()
+        if not self.change(self.store.latest_step, self.newest, lives):
             self.new_writer()
 
     @rule(lives=st.none() | st.integers(0, 60))
@@ -244,7 +244,7 @@ class Histories(RuleBasedStateMachine):
         sleeper._disk = Filesystem()
         for attempt in (
             lambda: sleeper.save((self.newest or 0) + 1, content(1)),
-            lambda: sleeper.finish(),
+            lambda: sleeper.make_final(),
             lambda: sleeper.supersede(0),
         ):
             with pytest.raises(CheckpointError):

@@ -19,7 +19,7 @@ from benchmarks.crash_parts import sweep
 from ci_llm.checkpoints.backends.distributed import GAVE_UP, _Followers, deal, outline
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.state_files import files_of, hand_off, read_state
+from ci_llm.checkpoints.state_files import entries_of, files_of, read_state
 from ci_llm.core.typed_json import dump_json
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint
 from tests.support.bit_flips import noticed, write_in_parts
@@ -152,10 +152,10 @@ def test_every_byte_is_written_once_and_comes_back(sizes: dict[str, list[int]], 
     for key, lengths in sizes.items():
         flat = {f"t{n}": torch.rand(length, generator=draw) for n, length in enumerate(lengths)}
         state[key] = {"tree": flat, "number": 1.5} if key in trees else flat
-    entries = hand_off(state)
+    entries = entries_of(state)
     parts = deal(entries, count)
     assert len(parts) == count
-    assert outline(parts) == outline(deal(list(reversed(hand_off(state))), count))
+    assert outline(parts) == outline(deal(list(reversed(entries_of(state))), count))
     pieces = [tensor.nbytes for entry in entries for tensor in entry.tensors if entry.form == "tree"]
     pieces += [entry.nbytes for entry in entries if entry.form == "tensors"]
     total = sum(entry.nbytes for entry in entries)
@@ -174,9 +174,9 @@ def test_every_byte_is_written_once_and_comes_back(sizes: dict[str, list[int]], 
 def test_a_key_that_looks_like_a_shard_is_refused() -> None:
     tree = {"w": torch.ones(30), "v": torch.ones(30), "lr": 0.1}
     state = {"optimizer": tree, "optimizer-00001-of-00002": {"w": torch.ones(3)}}
-    assert len(deal(hand_off(state), 1)) == 1
+    assert len(deal(entries_of(state), 1)) == 1
     with pytest.raises(CheckpointError, match="both written as optimizer-00001-of-00002"):
-        deal(hand_off(state), 2)
+        deal(entries_of(state), 2)
 
 
 def spread(directory: str) -> int:
@@ -233,7 +233,9 @@ def test_a_shard_that_is_missing_or_of_another_checkpoint_is_named(
 
 def test_an_index_that_does_not_fit_its_shards_is_an_error() -> None:
     state = {"optimizer": {"w": torch.ones(30), "v": torch.zeros(30), "lr": 0.1}}
-    files = {name: b"".join(image.parts) for part in deal(hand_off(state), 2) for name, image in files_of(part).items()}
+    files = {
+        name: b"".join(image.parts) for part in deal(entries_of(state), 2) for name, image in files_of(part).items()
+    }
     index = "optimizer.safetensors.index.json"
     for hurt in (
         {index: b"[]"},

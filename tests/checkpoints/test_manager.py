@@ -29,7 +29,7 @@ from ci_llm.checkpoints.layout import numbered_steps, open_step
 from ci_llm.checkpoints.lease import Owner
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.restoring import load_into
-from ci_llm.checkpoints.state_files import DTYPES, files_of, hand_off, read_state, write_safetensors
+from ci_llm.checkpoints.state_files import DTYPES, entries_of, files_of, read_state, write_safetensors
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S
 from ci_llm.core.typed_json import load_json
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint, WriterBusy
@@ -220,9 +220,9 @@ def random_tensor(dtype: torch.dtype, shape: list[int], seed: int, flip: bool) -
 @settings(max_examples=campaign.size(50, 500))
 @given(st.dictionaries(st.sampled_from(["a", "b/c", "rng"]), trees, max_size=3))
 def test_any_nested_state_comes_back_bit_for_bit(state: dict[str, Any]) -> None:
-    entries = hand_off(state)
+    entries = entries_of(state)
     forms = {entry.key: entry.form for entry in entries}
-    for images in (files_of(entries), Copy(Arena(), hand_off(state)).finish()):
+    for images in (files_of(entries), Copy(Arena(), entries_of(state)).finish()):
         files = {name: b"".join(image.parts) for name, image in images.items()}
         assert same(read_state(forms, files), state)
 
@@ -394,7 +394,7 @@ def test_going_back_deleting_and_finishing(managers: Any) -> None:
         for step in range(5):
             manager.save(step, {"step": step})
         assert manager.all_steps() == [2, 3, 4]
-        assert manager.saver.finish({"README.md": b"hello"})
+        assert manager.saver.make_final({"README.md": b"hello"})
         assert len(manager.store.supersede(3)) == 2
         assert manager.latest_step() == 3
         assert manager.save(4, {"step": 40})

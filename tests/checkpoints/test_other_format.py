@@ -26,7 +26,7 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     with CheckpointManager(folder, async_save=False) as manager:
         for step in (1, 2):
             manager.save(step, {"config.yaml": b"seed: 1\n"})
-        manager.saver.finish({"README.md": b"a card"})
+        manager.saver.make_final({"README.md": b"a card"})
     for checkpoint in folder.glob("*/manifest.json"):
         forge(checkpoint.parent, lambda body: body.update(format_version=getattr(request, "param", 1)))
     return folder

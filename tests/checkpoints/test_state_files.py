@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ci_llm.checkpoints.state_files import (
+    entries_of,
     files_of,
     from_bytes,
-    hand_off,
     index_name,
     read_safetensors,
     read_state,
@@ -33,12 +33,12 @@ def read(files: dict[str, bytes], form: str = "tree", key: str = "a") -> Any:
 
 
 def bytes_of(state: Any) -> dict[str, bytes]:
-    return {name: b"".join(image.parts) for name, image in files_of(hand_off(state)).items()}
+    return {name: b"".join(image.parts) for name, image in files_of(entries_of(state)).items()}
 
 
 def test_a_shard_is_refused_with_the_call_that_gives_the_whole_tensor() -> None:
     with pytest.raises(CheckpointError, match=r"one shard of a distributed tensor.*full_tensor\(\)"):
-        hand_off({"a": torch.zeros(2).as_subclass(Shard)})
+        entries_of({"a": torch.zeros(2).as_subclass(Shard)})
 
 
 def test_tensors_with_similar_addresses_are_kept_apart() -> None:

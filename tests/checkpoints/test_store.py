@@ -106,7 +106,7 @@ def test_a_checkpoint_is_committed_whole_with_its_manifest(run: Run) -> None:
 def test_steps_are_sorted_as_numbers(run: Run) -> None:
     store = run.open(9, 200, 1000, save_total_limit=2)
     assert numbered_steps(store.directory) == [200, 1000]
-    assert store.look() == 1000
+    assert store.latest_step() == 1000
     store.save(1001, files(1001))
     assert numbered_steps(store.directory) == [1000, 1001]
 
@@ -115,14 +115,14 @@ def test_a_damaged_folder_of_a_higher_number_does_not_push_out_the_new_one(run: 
     store = run.open(1, 5, save_total_limit=1)
     flip(run.directory / "checkpoint_step_5" / "optimizer.safetensors", 5)
     assert store.save(2, files(2)).saved
-    assert store.look() == 2
+    assert store.latest_step() == 2
 
 
 def test_a_copied_folder_with_a_higher_number_does_not_hide_later_steps(run: Run) -> None:
     store = run.open(3, save_total_limit=2)
     shutil.copytree(run.directory / "checkpoint_step_3", run.directory / "checkpoint_step_9")
     assert store.save(4, files(4)).saved
-    assert store.look() == 4
+    assert store.latest_step() == 4
     assert "it is a copy of step 3 under another name" in run.said[-1]
     assert visible(run.directory) == ["checkpoint_step_3", "checkpoint_step_4", "quarantine"]
 
@@ -139,28 +139,28 @@ def test_a_step_with_a_damaged_folder_can_be_saved_again(run: Run) -> None:
     store = run.open(1)
     flip(run.directory / "checkpoint_step_1" / "optimizer.safetensors", 5)
     assert store.save(1, files(1)).saved
-    assert store.look() == 1
+    assert store.latest_step() == 1
     assert visible(run.directory) == ["checkpoint_step_1", "quarantine"]
 
 
 def test_the_final_checkpoint_counts_with_its_step_and_is_written_again(run: Run) -> None:
     store = run.open()
     with pytest.raises(CheckpointError, match="no step is committed"):
-        store.finish()
+        store.make_final()
     store.save(1, files(1))
-    store.finish({"README.md": b"one"})
+    store.make_final({"README.md": b"one"})
     store.save(2, files(2))
-    assert store.finish({"README.md": b"two"}).step == 2
+    assert store.make_final({"README.md": b"two"}).step == 2
     final = run.directory / "final_checkpoint"
     assert (final / "README.md").read_bytes() == b"two"
     (final / "README.md").write_bytes(b"mine")  # a copy: editing it must not hurt the step
     store.verify(2)
     shutil.rmtree(run.directory / "checkpoint_step_2")
-    assert store.look() == 1
+    assert store.latest_step() == 1
     assert store.all_steps() == [1]
-    store.finish()
+    store.make_final()
     shutil.rmtree(run.directory / "checkpoint_step_1")
-    assert store.look() == 1
+    assert store.latest_step() == 1
     assert store.read(1).manifest.step == 1
 
 
@@ -168,11 +168,11 @@ def test_a_step_held_only_by_the_final_checkpoint_gets_a_folder_before_that_is_r
     store = run.open(1)
     step = run.directory / "checkpoint_step_1"
     inode = step.stat().st_ino
-    store.finish()
+    store.make_final()
     assert step.stat().st_ino == inode, "a step that has its folder is not written again"
     store.delete(1)
     assert not step.exists()
-    assert store.finish({"README.md": b"two"}).saved
+    assert store.make_final({"README.md": b"two"}).saved
     assert store.verify(1).step == 1
     assert step.exists()
     assert not (step / "README.md").exists()
@@ -185,13 +185,13 @@ def test_a_final_checkpoint_that_finds_no_space_is_dropped_and_the_one_before_st
     disk = FullDisk()
     disk.full = False
     store = run.open(1, disk=disk)
-    assert store.finish({"README.md": b"one"}).saved
+    assert store.make_final({"README.md": b"one"}).saved
     if holds_its_step:
         store.delete(1)
     else:
         store.save(2, files(2))
     disk.full = True
-    result = store.finish({"README.md": b"two"})
+    result = store.make_final({"README.md": b"two"})
     assert (result.step, result.saved, result.cause is None) == (1 if holds_its_step else 2, False, False)
     assert "final_checkpoint is dropped" in result.note
     assert (run.directory / "final_checkpoint" / "README.md").read_bytes() == b"one"
@@ -205,10 +205,10 @@ def test_a_step_below_0_is_refused(run: Run) -> None:
 
 def test_going_back_moves_newer_ones_and_a_newer_final_aside(run: Run) -> None:
     store = run.open(1, 2, 3)
-    store.finish()
+    store.make_final()
     moved = store.supersede(1)
     assert sorted(path.name for path in moved) == ["checkpoint_step_2", "checkpoint_step_3", "final_checkpoint"]
-    assert store.look() == 1
+    assert store.latest_step() == 1
     store.save(2, files(22))
     store.supersede(1)
     assert names(run.directory / "superseded") == [
@@ -242,7 +242,7 @@ def test_readers_of_the_result_find_the_final_checkpoint_first(run: Run) -> None
         store.save(step, files(step))
     step, final = run.directory / "checkpoint_step_2", run.directory / "final_checkpoint"
     assert find_checkpoint(run.directory, final_first=True) == step
-    store.finish()
+    store.make_final()
     found = [find_checkpoint(run.directory, final_first=first) for first in (False, True)]
     assert found == [step, final]
     assert [find_checkpoint(folder) for folder in (step, final)] == [step, final]
@@ -252,9 +252,9 @@ def test_a_final_checkpoint_that_cannot_be_replaced_is_moved_back(run: Run) -> N
     for lives in itertools.count():
         disk = FailingDisk(10**9, errno.EIO)
         store = run.open(1, disk=disk)
-        assert store.finish({"README.md": b"one"}).saved
+        assert store.make_final({"README.md": b"one"}).saved
         disk.lives = disk.changes + lives
-        result = store.finish({"README.md": b"two"})
+        result = store.make_final({"README.md": b"two"})
         readme = (run.directory / "final_checkpoint" / "README.md").read_bytes()
         assert readme == (b"two" if result.saved else b"one"), lives
         store.close()
@@ -518,11 +518,11 @@ def test_an_attempt_that_slept_through_a_takeover_can_change_nothing(run: Run) -
     staging = sleeper.staging
     run.silence()
     owner = run.open(2, owner=elsewhere(2))
-    owner.finish()
+    owner.make_final()
     before = sorted(run.directory.rglob("*"))
     attempts: list[Callable[[], object]] = [
         lambda: sleeper.save(3, files(3)),
-        lambda: sleeper.finish(),
+        lambda: sleeper.make_final(),
         lambda: sleeper.supersede(0),
         lambda: sleeper.delete(2),
         lambda: sleeper.staging,
@@ -565,7 +565,7 @@ def test_a_takeover_in_the_middle_of_a_save_stops_it_there(run: Run, rename: int
     with pytest.raises(WriterBusy):
         sleeper.save(2, files(2))
     assert visible(run.directory) == ["checkpoint_step_1", "checkpoint_step_2"][: rename - 1]
-    assert run.open().look(heal=False) == rename - 1
+    assert run.open().latest_step(quarantine=False) == rename - 1
 
 
 SLEEPER = """
@@ -606,7 +606,7 @@ def test_a_stopped_process_is_taken_over_and_can_write_nothing_when_it_wakes(run
         finally:
             sleeper.kill()
     assert numbered_steps(owner.directory) == [1, 3]
-    assert owner.look() == 3
+    assert owner.latest_step() == 3
 
 
 @pytest.mark.parametrize("refusals", [[], [errno.EIO, errno.ESTALE]], ids=["a sound disk", "a disk that hiccups"])
@@ -720,11 +720,11 @@ def test_every_flipped_bit_and_every_lost_byte_is_noticed_and_heals(run: Run) ->
             path.write_bytes(path.read_bytes()[: draw.randrange(path.stat().st_size)])
         with pytest.raises(DamagedCheckpoint, match="checkpoint_step_2 is damaged"):
             writer.verify(2)
-        assert writer.look() == 1
+        assert writer.latest_step() == 1
         shutil.rmtree(run.directory / "quarantine")
         shutil.copytree(kept, folder)
-        assert writer.look() == 2
-        writer.let_go()  # what it has read is sound, whatever becomes of the disk
+        assert writer.latest_step() == 2
+        writer.free_read_bytes()  # what it has read is sound, whatever becomes of the disk
     assert len(run.said) == 300
 
 
@@ -732,17 +732,17 @@ def test_a_damaged_checkpoint_is_named_and_moved_and_the_one_before_is_taken(run
     writer = run.open(1, 2)
     writer.close()
     flip(run.directory / "checkpoint_step_2" / "optimizer.safetensors", 100)
-    assert run.open().look(heal=False) == 1
+    assert run.open().latest_step(quarantine=False) == 1
     assert "optimizer.safetensors has another digest" in run.said[-1]
     assert run.said[-1].endswith("; passed over")
     reader = run.open()
-    assert reader.look() == 1
+    assert reader.latest_step() == 1
     assert "checkpoint_step_2 is damaged: optimizer.safetensors" in run.said[-1]
     assert visible(run.directory) == ["checkpoint_step_1", "quarantine"]
     assert not reader.holds_lease(), "who only reads keeps no training away"
     flip(run.directory / "checkpoint_step_1" / "optimizer.safetensors", 100)
     writer.acquire_lease()
-    assert writer.look() is None
+    assert writer.latest_step() is None
     assert writer.holds_lease()
 
 
@@ -764,7 +764,7 @@ def test_a_read_error_does_not_quarantine_a_checkpoint(run: Run, monkeypatch: py
 
     run.open(1)
     reading_is_preceded_by(fail, monkeypatch)
-    assert run.stores[0].look() == 1
+    assert run.stores[0].latest_step() == 1
     assert (run.said, visible(run.directory)) == ([], ["checkpoint_step_1"])
 
 
@@ -773,27 +773,27 @@ def test_a_reader_finds_the_step_that_a_writer_commits_while_it_reads(
 ) -> None:
     writer = run.open(1, save_total_limit=1)
     reading_is_preceded_by(lambda: writer.save(2, files(2)), monkeypatch)
-    assert run.open().look(heal=False) == 2
+    assert run.open().latest_step(quarantine=False) == 2
 
 
 def test_a_damaged_checkpoint_is_skipped_and_not_moved_while_another_process_writes(run: Run) -> None:
     writer = run.open(1, 2, owner=elsewhere(1))
     flip(run.directory / "checkpoint_step_2" / "optimizer.safetensors", 100)
-    assert run.open(owner=elsewhere(2)).look() == 1
+    assert run.open(owner=elsewhere(2)).latest_step() == 1
     assert "passed over where it is: process 4711 on node1" in run.said[-1]
     assert numbered_steps(writer.directory) == [1, 2]
 
 
 def test_a_damaged_final_checkpoint_is_quarantined_too(run: Run) -> None:
     store = run.open(1)
-    store.finish()
+    store.make_final()
     flip(run.directory / "final_checkpoint" / MANIFEST, 100)
-    assert store.look() == 1
+    assert store.latest_step() == 1
     assert visible(run.directory) == ["checkpoint_step_1", "quarantine"]
-    store.finish()
+    store.make_final()
     flip(run.directory / "checkpoint_step_1" / "optimizer.safetensors", 100)
     assert run.open().read(1).files.keys() == {"agent0/adapter_config.json", "optimizer.safetensors"}
-    assert store.look() == 1
+    assert store.latest_step() == 1
     assert visible(run.directory) == ["final_checkpoint", "quarantine"]
 
 
@@ -807,8 +807,8 @@ def test_a_run_that_has_the_name_of_a_checkpoint_is_left_alone(name: str, mark: 
     store = run.open(save_total_limit=1)
     for step in (2, 3):
         assert store.save(step, files(step)).saved == (name != f"checkpoint_step_{step}")
-    assert store.look() == 3
-    assert (store.finish().saved, record.read_text()) == (name != "final_checkpoint", "{}")
+    assert store.latest_step() == 3
+    assert (store.make_final().saved, record.read_text()) == (name != "final_checkpoint", "{}")
     assert all(path.name not in ("quarantine", "superseded") for path in run.directory.iterdir())
     assert all("it is a run" in line for line in run.said)
 
@@ -825,7 +825,7 @@ def test_a_file_without_read_permission_is_not_quarantined(
     [name, record], *_ = store.read(1).manifest.files.items()
     monkeypatch.setattr(manifest, "read_exactly", refuse)  # and not by chmod: root may read everything
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    for read in (store.look, lambda: manifest.read_file(run.directory / "checkpoint_step_1", name, record)):
+    for read in (store.latest_step, lambda: manifest.read_file(run.directory / "checkpoint_step_1", name, record)):
         with pytest.raises(CheckpointError, match="checkpoint_step_1 cannot be read") as refusal:
             read()
         assert not isinstance(refusal.value, DamagedCheckpoint)
@@ -977,7 +977,7 @@ def test_older_checkpoints_stay_and_the_next_save_works_whichever_change_fails(
         disk.lives = disk.changes + lives
         result = store.save(2, files(2))
         before[lives] = result
-        assert run.open().look(heal=False) == (2 if result.saved else 1), result
+        assert run.open().latest_step(quarantine=False) == (2 if result.saved else 1), result
         if not result.saved:
             assert "checkpoint_step_2 is dropped" in result.note
             assert os.strerror(code) in result.note
@@ -1001,7 +1001,7 @@ def test_bytes_lost_without_an_error_are_noticed_by_reading_back(run: Run) -> No
     result = store.save(2, files(2))
     assert not result.saved
     assert "another size" in result.note
-    assert store.look() == 1
+    assert store.latest_step() == 1
 
 
 def test_without_space_nothing_is_even_begun(run: Run) -> None:
@@ -1043,7 +1043,7 @@ def test_a_full_disk_drops_the_new_checkpoint_and_no_old_one(
     assert 1 <= len(kept) < 6
     assert all("checkpoint_step" in result.note for result in results if not result.saved)
     assert [store.verify(step).step for step in kept] == kept
-    assert store.look() == kept[-1]
+    assert store.latest_step() == kept[-1]
     store.delete(kept[0])
     assert store.save(7, files(7, size=60_000)).saved
     store.close()

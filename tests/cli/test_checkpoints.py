@@ -52,7 +52,7 @@ def make_run(folder: Path, steps: int = 4) -> Path:
     with CheckpointManager(folder, async_save=False) as manager:
         for step in range(1, steps + 1):
             manager.save(step, state(step), info={"position": 12 * step, "surroundings": {"threads": 1}})
-        manager.saver.finish({"README.md": b"a card"})
+        manager.saver.make_final({"README.md": b"a card"})
     return folder
 
 

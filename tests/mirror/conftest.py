@@ -63,7 +63,7 @@ class Node:
             assert self.mirror.flush(DEADLINE_S), self.mirror.state
 
     def close(self) -> None:
-        self.mirror.close()
+        self.mirror.stop()
         self.manager.close()
 
 

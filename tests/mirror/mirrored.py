@@ -13,7 +13,7 @@ import torch
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import FileRecord
-from ci_llm.checkpoints.state_files import files_of, hand_off
+from ci_llm.checkpoints.state_files import entries_of, files_of
 from ci_llm.errors import MirrorUnreachable
 from ci_llm.mirror import objects
 from ci_llm.mirror import sender as mirror_module
@@ -41,7 +41,7 @@ def state(step: int) -> dict[str, Any]:
 
 def records(step: int) -> dict[str, FileRecord]:
     """What the manifest of a step must say of its files."""
-    return {name: image.record() for name, image in files_of(hand_off(state(step))).items()}
+    return {name: image.record() for name, image in files_of(entries_of(state(step))).items()}
 
 
 def speak_to(address: str, request_s: float = DEADLINE_S) -> None:
@@ -74,7 +74,7 @@ def save_and_mirror(folder: str, url: str, address: str, step: int, wiped: bool,
         manager.wait_until_finished()
         if mirror.flush(DEADLINE_S):
             (Path(folder) / ACKNOWLEDGED).write_text(str(step))
-        mirror.close()
+        mirror.stop()
     return 0
 
 

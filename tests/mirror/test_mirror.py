@@ -359,7 +359,7 @@ def test_a_disk_that_was_filled_in_part_is_filled_by_the_next_start(
     old = node("old", 1, keep=None)
     old.close()
     one = node("one", 2, 3, keep=None)
-    one.manager.saver.finish({"README.md": b"a card"})
+    one.manager.saver.make_final({"README.md": b"a card"})
     assert one.mirror.flush(DEADLINE_S)
     monkeypatch.setattr(filling, "pinned_steps", lambda folder: frozenset({2}))  # the best one by validation
     for moment in range(6):

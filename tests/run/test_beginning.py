@@ -47,7 +47,7 @@ class Folder:
 
     def finish(self) -> None:
         with CheckpointManager(self.path) as manager:
-            assert manager.saver.finish()
+            assert manager.saver.make_final()
 
     def refusal(self, *words: str) -> ConfigError:
         before = sorted(self.path.rglob("*"))

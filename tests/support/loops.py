@@ -102,7 +102,7 @@ def failing_together(directory: str, hopeless: str) -> int:
         code = 0 if told in str(error) else 1
     else:
         code = 2
-    saved = manager.save(1, {"fine": 1}) and manager.saver.finish()
+    saved = manager.save(1, {"fine": 1}) and manager.saver.make_final()
     dist.destroy_process_group()
     return code if saved else 3
 

@@ -172,7 +172,7 @@ def test_killed_inside_of_every_segment(server: ForkServer, undisturbed: Path, n
     drawn(
         [
             ("ci_llm.checkpoints.checkpoint.commit", 1),
-            ("ci_llm.checkpoints.saver.Saver.finish", 3),
+            ("ci_llm.checkpoints.saver.Saver.make_final", 3),
             ("ci_llm.sweep.runner.new_folder", 1),
         ],
         1,

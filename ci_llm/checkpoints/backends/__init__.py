@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ci_llm.checkpoints.async_saver import SaveTask
 from ci_llm.checkpoints.manifest import FileImage
@@ -39,7 +40,7 @@ class SaveRequest:
     keep: Collection[int]
 
     def commit(self, files: Mapping[str, FileImage], others: OtherWriters = NO_OTHERS) -> SaveResult:
-        """Commit the files of this process, beside those of `others`, as the checkpoint of this step."""
+        """Commit the files of this process, beside what `others` write, as the checkpoint of this step."""
         forms = {entry.key: entry.form for entry in self.entries}
         return self.store.save(self.step, files, forms=forms, info=self.info, keep=self.keep, others=others)
 
@@ -67,21 +68,22 @@ class Backend:
         if asynchronous and has_other_processes():
             self._results = self._results or SaveResultChannel()
 
-    def prepare(self, request: SaveRequest) -> SaveTask | None:
+    def task_of(self, request: SaveRequest) -> SaveTask | None:
         """The task of this process for a save, once it is connected; None for nothing.
 
         Raises:
             CheckpointError: the processes cannot save this state together; on every process.
         """
-        step, results = request.step, self._results
+        step = request.step
+        results = self._results
         if self._processes.process_index == 0:
-            return SaveTask(request.entries, lambda take: self._save(request, take), lambda: self._send(step, False))
-        return None if results is None else SaveTask((), lambda take: SaveResult(step, results.receive(step)))
+            return SaveTask(request.entries, partial(self._save, request), partial(self._send, step, False))
+        return None if results is None else SaveTask((), lambda _: SaveResult(step, results.receive(step)))
 
-    def _save(self, request: SaveRequest, take: Callable[[], Mapping[str, FileImage]]) -> SaveResult:
+    def _save(self, request: SaveRequest, finish_copy: Callable[[], Mapping[str, FileImage]]) -> SaveResult:
         saved = False
         try:
-            result = request.commit(take())
+            result = request.commit(finish_copy())
             saved = result.saved
             return result
         finally:

@@ -39,7 +39,7 @@ Part: TypeAlias = "list[StateEntry]"
 
 @dataclass(frozen=True)
 class _Piece:
-    """Tensors that stay together: those of an entry, or a single one of a tree that is split."""
+    """Tensors that stay together: all of an entry, or a single one of a tree that is split."""
 
     key: str
     nbytes: int
@@ -164,11 +164,11 @@ class _JointSave:
     request: backends.SaveRequest
     parts: Sequence[Part]
 
-    def save(self, take: Callable[[], Mapping[str, FileImage]]) -> SaveResult:
+    def save(self, finish_copy: Callable[[], Mapping[str, FileImage]]) -> SaveResult:
         """Write this process's part; on process 0 commit the whole as well. A collective.
 
         Args:
-            take: the files of this process, ready to be written.
+            finish_copy: returns the files of this process, ready to be written.
 
         Returns:
             what became of the checkpoint, the same on every process.
@@ -180,7 +180,7 @@ class _JointSave:
         """
         message = GAVE_UP
         try:
-            part = take()
+            part = finish_copy()
             records = {name: image.record() for name, image in part.items()}
             described = {name: asdict(record) for name, record in records.items()}
             message = {"outline": outline(self.parts), "records": described}
@@ -296,7 +296,7 @@ class Backend(backends.Backend):
         del asynchronous  # the writers communicate in every save
         self._channel = self._channel or SideChannel()
 
-    def prepare(self, request: backends.SaveRequest) -> SaveTask:
+    def task_of(self, request: backends.SaveRequest) -> SaveTask:
         channel = self._channel
         assert channel is not None, "connect comes first"
         parts = deal(request.entries, channel.count)

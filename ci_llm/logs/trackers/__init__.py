@@ -1,4 +1,4 @@
-"""The trackers that `report_to` may name, as in Accelerate: those of this file, and the modules of this package.
+"""The trackers that `report_to` may name, as in Accelerate: the kinds in this file, and the modules of this package.
 
 The step of the run is their axis, and a resumed run continues its curve. A tracker that fails during a run is reported
 and left out: it must never end the run. A tracker that cannot start is bad input.
@@ -70,7 +70,7 @@ class TrackerKind:
 
 
 def name_of(folder: Path) -> str:
-    """The name of a new run: that of its folder, and for a segment of a sweep that of the sweep before it."""
+    """The name of a new run: its folder's name, and before it, for a segment of a sweep, the name of the sweep."""
     sweep = group_of(folder)
     return folder.name if sweep is None else f"{sweep}-{folder.name}"
 
@@ -129,7 +129,7 @@ class TensorBoard(TrackerKind):
     """Its curves are cut back to the step from which an attempt resumes; agents and crowd share charts."""
 
     def project(self) -> str:
-        return "tensorboard"  # the folder, below that of the run
+        return "tensorboard"  # a folder in the folder of the run
 
     def settings(self, folder: Path, resumed_from: int, run_id: str | None) -> dict[str, Any]:
         return {"purge_step": resumed_from + 1 if resumed_from else 0}

@@ -52,7 +52,7 @@ def main() -> int:
 
 def resume(store: CheckpointStore, allowed: int | None) -> int:
     """The newest step that verifies and is allowed; 0 for a fresh start."""
-    newest = store.look()
+    newest = store.latest_step()
     fine = [step for step in store.all_steps() if allowed is None or step <= allowed]
     return (newest or 0) if allowed is None else max(fine, default=0)
 
