@@ -107,6 +107,9 @@ class RunStatus:
         staging: where the folder's owner writes the unfinished file (`durable.write_bytes`): a write that a takeover
             overtakes then replaces nothing. By default it is beside the file.
         interval_s: seconds between heartbeats.
+
+    Attributes:
+        current: the status that the next heartbeat writes, with its time.
     """
 
     def __init__(
@@ -121,23 +124,20 @@ class RunStatus:
     ) -> None:
         self._path = Path(folder, "status.json")
         self._active = is_main_process
-        self._still_held, self._staging, self._interval_s = still_held, staging, interval_s
+        self._still_held = still_held
+        self._staging = staging
+        self._interval_s = interval_s
         now = time.time()
-        self._current = Status("running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now)
+        self.current = Status("running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now)
         self._updating = threading.Lock()  # the thread of a mirror updates as well
         self._writing = threading.Lock()
         self._over, self._failing = threading.Event(), False
         self._thread: threading.Thread | None = None
 
-    @property
-    def current(self) -> Status:
-        """The status that the next heartbeat writes, with its time."""
-        return self._current
-
     def update(self, **values: Any) -> None:
         """Change fields of the status, all at once and at no cost: the next heartbeat writes them."""
         with self._updating:
-            self._current = replace(self._current, **values)
+            self.current = replace(self.current, **values)
 
     def note(self, **values: Any) -> None:
         """Change fields as `update` does, and write them at once: the kernel may end what begins now."""
@@ -172,10 +172,10 @@ class RunStatus:
         self._active = self._active and self._still_held()
         if self._active:
             if status == "running":  # for readers that find the process killed: it cannot write the command any more
-                next_command = self._current.next_command
+                next_command = self.current.next_command
             now = {"status": status, "reason": reason, "heartbeat": time.time(), "next_command": next_command}
             try:
-                write_json(self._path, asdict(self._current) | now, staging=self._staging)
+                write_json(self._path, asdict(self.current) | now, staging=self._staging)
             except FileNotFoundError:
                 if self._still_held():
                     raise

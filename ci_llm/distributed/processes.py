@@ -456,8 +456,8 @@ def join(launch: Launch, backend: str, interrupts: Interrupts | None = None) -> 
                 print(f"waiting   {who}", file=sys.stderr, flush=True)
         wait(_LOOK_S)
     store = PrefixStore(name, _meeting_points[place])
-    world = {"rank": launch.process_index, "world_size": launch.num_processes}
-    dist.init_process_group(backend, store=store, timeout=COLLECTIVE_TIMEOUT, **world)
+    index, count = launch.process_index, launch.num_processes
+    dist.init_process_group(backend, store=store, rank=index, world_size=count, timeout=COLLECTIVE_TIMEOUT)
 
 
 #: The store at each address. It is kept for the next run: a peer may be there first and need it.
@@ -470,9 +470,9 @@ def _missing(launch: Launch, name: str, place: tuple[str, str]) -> list[int]:
         leads = launch.is_main_process and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else it is there
         if not leads and not _listens(place):
             return [0]
-        address, port = place
-        shared = {"wait_for_workers": False, "multi_tenant": True}
-        store: Store = TCPStore(address, int(port), None, leads, COLLECTIVE_TIMEOUT, **shared)
+        host, port = place
+        how: Any = {"wait_for_workers": False, "multi_tenant": True}
+        store: Store = TCPStore(host, int(port), None, leads, COLLECTIVE_TIMEOUT, **how)
         _meeting_points[place] = store
     store = PrefixStore(name, _meeting_points[place])
     store.set(f"here {launch.process_index}", "")

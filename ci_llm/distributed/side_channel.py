@@ -173,11 +173,6 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def has_other_processes() -> bool:
-    """True if other processes may wait for this one in a collective."""
-    return num_processes() > 1
-
-
 def num_processes() -> int:
     """How many processes the run has."""
     return dist.get_world_size() if _distributed() else 1

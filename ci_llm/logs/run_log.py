@@ -257,7 +257,7 @@ class RunLog:
 
     def tracker_state(self) -> dict[str, str]:
         """The known state for `start_trackers` of the next attempt; other processes know it from the main one."""
-        return self.known_tracker_state if self._trackers is None else self._trackers.state()
+        return self.known_tracker_state if self._trackers is None else self._trackers.ids
 
     def finish_trackers(self) -> None:
         """Flush and close the trackers."""

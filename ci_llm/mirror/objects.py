@@ -103,12 +103,12 @@ class Objects(Protocol):
         """The whole object, or at most `length` bytes of it from `start` on. Raises Missing."""
 
     def get_version(self, key: str) -> tuple[bytes, Version]:
-        """The whole object, and what `swap` must know to replace this very one. Raises Missing."""
+        """The whole object, and what `put_if_match` must know to replace this very one. Raises Missing."""
 
     def put(self, key: str, data: bytes | Iterator[bytes]) -> None:
         """Write an object, whatever is there; it appears whole. What comes in chunks is sent in parts."""
 
-    def swap(self, key: str, data: bytes, version: Version | None) -> None:
+    def put_if_match(self, key: str, data: bytes, version: Version | None) -> None:
         """Write an object only if it still has `version`, or for None only if it is new. Raises Conflict."""
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -216,7 +216,7 @@ class RemoteObjects(_Store):
                 max_concurrency=PARTS_AT_ONCE,
             )
 
-    def swap(self, key: str, data: bytes, version: Version | None) -> None:
+    def put_if_match(self, key: str, data: bytes, version: Version | None) -> None:
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         mode: Any = "create" if version is None else dict(version)
@@ -277,7 +277,7 @@ def require_conditions(objects: Objects, key: str, data: bytes) -> None:
         CheckpointError: the store is one. MirrorUnreachable.
     """
     try:
-        objects.swap(key, data, NO_VERSION)
+        objects.put_if_match(key, data, NO_VERSION)
     except Conflict:
         return
     raise CheckpointError(
@@ -293,8 +293,8 @@ LOCK = ".lock"
 class FolderObjects(_Store):
     """Objects are files below a folder; see `Objects`.
 
-    They are for `file://`, because obstore neither syncs local files nor swaps them conditionally. Here writes are
-    durable, and a lock of the operating system guards the swap.
+    They are for `file://`, because obstore neither syncs local files nor puts them conditionally. Here writes are
+    durable, and a lock of the operating system guards the conditional put.
     """
 
     _noun, _hint = "folder", "look at its rights, and at the space on its disk"
@@ -318,7 +318,7 @@ class FolderObjects(_Store):
             make_folders(path.parent)
             write_parts(path, [data] if isinstance(data, bytes) else data)
 
-    def swap(self, key: str, data: bytes, version: Version | None) -> None:
+    def put_if_match(self, key: str, data: bytes, version: Version | None) -> None:
         with contextlib.ExitStack() as held:
             with self._reaching("lock", key):
                 make_folders(self._root)

@@ -27,7 +27,7 @@ class FoundHead(NamedTuple):
     """The head as it is now.
 
     Attributes:
-        version: the version that `swap` replaces; None if there is no head yet.
+        version: the version that `put_if_match` replaces; None if there is no head yet.
         is_copy: it is damaged, and `head` is its copy.
     """
 

@@ -1,7 +1,7 @@
 """The writer of a mirror: it claims the mirror, sends whole folders, and commits each change by replacing the head.
 
 Of several writers the last one that claimed the mirror has it. What another one sends meanwhile lies beside what
-counts: its next commit finds a head that it does not know, and raises `LostClaim`.
+counts: its next commit finds a head that it does not know, and raises `WriterBusy`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,6 @@ logger = logging.getLogger(__name__)
 
 #: How often a claim is tried again after another writer was faster.
 MAX_RACES: Final = 10
-
-
-class LostClaim(WriterBusy):
-    """Another writer has claimed the mirror."""
 
 
 class MirrorWriter:
@@ -63,7 +59,7 @@ class MirrorWriter:
             seen: what the mirror held when that step was decided.
 
         Raises:
-            WriterBusy: the mirror holds another run. LostClaim: another attempt has claimed it since.
+            WriterBusy: the mirror holds another run, or another attempt has claimed it since.
             MirrorUnreachable.
         """
         for _ in range(MAX_RACES):
@@ -85,7 +81,7 @@ class MirrorWriter:
         """Refuse a mirror that another attempt than `seen` has claimed since."""
         # A claim of this writer may have arrived although its answer was lost.
         if seen is not None and writer not in (seen, NOBODY) and not writer.endswith(self._name):
-            raise LostClaim(
+            raise WriterBusy(
                 f"another attempt has claimed this mirror since this one read it (writer {writer}, read"
                 f" {seen or 'nobody'}); its steps would be put aside",
                 where=self._reader.url,
@@ -147,7 +143,7 @@ class MirrorWriter:
         """Make `new` count, and remove what nothing refers to any more.
 
         Raises:
-            LostClaim: another writer has claimed the mirror; nothing has changed.
+            WriterBusy: another writer has claimed the mirror; nothing has changed.
         """
         if new == self.head:
             return
@@ -159,13 +155,13 @@ class MirrorWriter:
         """Replace the head of a version, and its copy.
 
         Raises:
-            Conflict: at a claim. LostClaim: later. MirrorUnreachable.
+            Conflict: at a claim. WriterBusy: later. MirrorUnreachable.
         """
         data = new.dump()
         what = "the store does not hold the head that was written"
         error: Exception = MirrorUnreachable(what, where=self._reader.url)
         try:
-            self._objects.swap(HEAD, data, version)
+            self._objects.put_if_match(HEAD, data, version)
         except MirrorUnreachable as failure:
             error = failure
         except Conflict as failure:
@@ -174,7 +170,7 @@ class MirrorWriter:
         if found.head != new or found.is_copy:
             writer = found.head.writer if found.head else NOBODY
             if self.head.writer not in (NOBODY, writer):
-                raise LostClaim(
+                raise WriterBusy(
                     f"another writer has claimed this mirror ({writer or '?'}, ours is {self.head.writer}):"
                     " this attempt sends nothing any more",
                     where=self._reader.url,

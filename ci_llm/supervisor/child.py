@@ -180,7 +180,7 @@ class Child:
             if order is not None and order.signal_name not in signals_sent:
                 signals_sent.add(order.signal_name)
                 self.stop(order)
-            self._memory.look()
+            self._memory.sample()
         return self._conclude(next_order)
 
     def stop(self, order: StopOrder) -> None:
@@ -262,13 +262,14 @@ class _MemoryWatch:
         self._kills = _out_of_memory_kills()
         self._short_at = -math.inf
 
-    def look(self) -> None:
-        memory, kills = psutil.virtual_memory(), _out_of_memory_kills()
+    def sample(self) -> None:
+        memory = psutil.virtual_memory()
+        kills = _out_of_memory_kills()
         if kills > self._kills or memory.available < _SCARCE_FRACTION * memory.total:
             self._kills, self._short_at = kills, time.monotonic()
 
     def was_short(self) -> bool:
-        self.look()
+        self.sample()
         return time.monotonic() - self._short_at < _SHORT_FOR_S
 
 

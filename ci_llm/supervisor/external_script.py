@@ -181,8 +181,8 @@ class ExternalScript:
         """Ask SLURM to run this job again."""
         return requeue("auto", stop_reason or "", without_progress=0)
 
-    def close(self) -> list[str]:
+    def clean_up(self) -> list[str]:
         """Remove the temporary configuration."""
         if self._command.config is not None:
-            self._command.config.close()
+            self._command.config.remove_copy()
         return []

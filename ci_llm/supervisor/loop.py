@@ -128,7 +128,7 @@ class Supervisor:
             self._summarise(decision)
             self._clean_up_wandb(decision)
         finally:
-            _log_all(self._target.close())
+            _log_all(self._target.clean_up())
         # The last act: SLURM ends this process as soon as it requeues its job.
         line = self._target.requeue(self._interrupts.stop_reason) if decision.action == "requeue" else None
         if line:

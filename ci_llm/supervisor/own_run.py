@@ -189,7 +189,7 @@ class OwnRun:
             without_progress=run_folder.attempts_without_progress(self._folder, status.step) if status else 0,
         )
 
-    def close(self) -> list[str]:
+    def clean_up(self) -> list[str]:
         """Remove nothing: an own run leaves nothing temporary."""
         steps = CheckpointStore(self._folder).all_steps()
         newest = f"newest checkpoint: step {steps[-1]}" if steps else "no checkpoint yet"
@@ -236,7 +236,7 @@ class SweepRun(OwnRun):
     def _read(self, words: list[str]) -> Config:
         return read_sweep(default_file(), words).config
 
-    def close(self) -> list[str]:
+    def clean_up(self) -> list[str]:
         """Remove nothing: an own run leaves nothing temporary."""
         return [f"sweep: {self._folder}", UNCHANGED]
 

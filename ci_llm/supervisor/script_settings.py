@@ -97,7 +97,7 @@ class ConfigFile:
             path.chmod(self.path.stat().st_mode & 0o777 | 0o600)  # this process must be able to write it
             path.write_text(self.changed(new), encoding="utf-8")
         except OSError as error:
-            self.close()
+            self.remove_copy()
             raise ConfigError(
                 f"no changed configuration can be written: {error.strerror}",
                 where=str(self.path),
@@ -105,8 +105,7 @@ class ConfigFile:
             ) from error
         return path
 
-    def close(self) -> None:
-        """Remove the copy."""
+    def remove_copy(self) -> None:
         self._copy.close()
 
 

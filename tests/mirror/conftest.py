@@ -126,20 +126,20 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> list[Refusing]:
 
 
 def swaps_decide(store: objects.Objects) -> None:
-    """Assert that a swap of a store replaces only the version that was read; used for every kind of store."""
+    """Assert that a put_if_match of a store replaces only the version that was read; used for every kind of store."""
     with pytest.raises(objects.Missing):
         store.get_version("head")
-    store.swap("head", b"one", None)
+    store.put_if_match("head", b"one", None)
     with pytest.raises(objects.Conflict):
-        store.swap("head", b"two", None)
+        store.put_if_match("head", b"two", None)
     data, version = store.get_version("head")
-    store.swap("head", b"two", version)
+    store.put_if_match("head", b"two", version)
     with pytest.raises(objects.Conflict):
-        store.swap("head", b"three", version)
+        store.put_if_match("head", b"three", version)
     assert (data, store.get("head")) == (b"one", b"two")
     store.delete(["head", "none"])
     with pytest.raises(objects.Conflict):
-        store.swap("head", b"four", version)
+        store.put_if_match("head", b"four", version)
 
 
 def entry(node: Node, name: str) -> Entry:

@@ -19,7 +19,6 @@ from ci_llm.mirror import filling, reader, sender, writer
 from ci_llm.mirror.filling import local_copy
 from ci_llm.mirror.head import HEAD, Found, Head, Token, read_token, write_token
 from ci_llm.mirror.sender import MirrorState
-from ci_llm.mirror.writer import LostClaim
 from tests.checkpoints.test_store import flip
 from tests.mirror.conftest import Node, Refusing, entry, keys_of, resealed, stored
 from tests.mirror.mirrored import records
@@ -122,7 +121,7 @@ def test_a_claim_that_comes_late_puts_no_step_aside_that_it_has_not_seen(node: N
     late.fill()
     other.begin()
     other.save(2)
-    with pytest.raises(LostClaim, match="another attempt has claimed this mirror since this one read it"):
+    with pytest.raises(WriterBusy, match="another attempt has claimed this mirror since this one read it"):
         late.claim()
     assert (other.line, other.head.aside) == (["checkpoint_step_2", "checkpoint_step_1"], ())
     other.close()

@@ -46,7 +46,7 @@ def test_a_put_that_ends_in_the_middle_leaves_nothing(kind: str, tmp_path: Path)
 
 def test_a_store_that_ignores_conditions_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_objects(f"memory://{tmp_path}/careless")
-    monkeypatch.setattr(store, "swap", lambda key, data, version: store.put(key, data))
+    monkeypatch.setattr(store, "put_if_match", lambda key, data, version: store.put(key, data))
     with pytest.raises(CheckpointError, match="ignores the condition of a put"):
         require_writable(store)
     assert dict(store.list("")) == {}
@@ -97,7 +97,7 @@ def test_tries_come_later_and_later_but_not_before_a_kill() -> None:
 ASKED = {
     "get": lambda store: store.get("key"),
     "put": lambda store: store.put("key", b"1"),
-    "swap": lambda store: store.swap("key", b"1", None),
+    "put_if_match": lambda store: store.put_if_match("key", b"1", None),
     "list": lambda store: list(store.list("key")),
     "delete": lambda store: store.delete(["key"]),
 }
@@ -115,10 +115,10 @@ def test_a_store_that_does_not_answer_is_one_error_without_secrets(asked: str, m
     assert "AWS_ENDPOINT_URL" in str(failed.value)
 
 
-@pytest.mark.parametrize("asked", ["get", "put", "swap", "delete"])
+@pytest.mark.parametrize("asked", ["get", "put", "put_if_match", "delete"])
 def test_a_folder_that_cannot_be_used_is_the_same_error(asked: str, tmp_path: Path) -> None:
     (tmp_path / "mirror" / "key" / "below").mkdir(parents=True)
-    if asked in ("put", "swap"):
+    if asked in ("put", "put_if_match"):
         (tmp_path / "file").write_text("no folder")
         store = open_objects(f"file://{tmp_path}/file")
     else:

@@ -44,7 +44,7 @@ def address() -> Iterator[str]:
 
 def test_the_conditional_put_of_s3_decides(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-    swaps_decide(open_objects(f"s3://{BUCKET}/swap"))
+    swaps_decide(open_objects(f"s3://{BUCKET}/put_if_match"))
 
 
 def test_a_large_object_is_sent_and_read_in_parts(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

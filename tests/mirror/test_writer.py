@@ -12,13 +12,13 @@ import pytest
 
 from ci_llm.checkpoints.checkpoint import write_checkpoint
 from ci_llm.core.durable import Filesystem
-from ci_llm.errors import DamagedCheckpoint, MirrorUnreachable
+from ci_llm.errors import DamagedCheckpoint, MirrorUnreachable, WriterBusy
 from ci_llm.mirror import writer as writer_module
 from ci_llm.mirror.filling import fill
 from ci_llm.mirror.head import HEAD, NOBODY, Found, Head
 from ci_llm.mirror.objects import Conflict, open_objects
 from ci_llm.mirror.reader import MirrorReader
-from ci_llm.mirror.writer import LostClaim, MirrorWriter
+from ci_llm.mirror.writer import MirrorWriter
 from tests.checkpoints.test_store import flip
 from tests.mirror.conftest import Node, stored
 from tools.testbed.disks import Crash
@@ -103,7 +103,7 @@ def refused(*_: Any) -> Any:
 
 def test_the_store_says_why_it_refuses_a_claim(lying: Lying) -> None:
     claimed(lying)
-    lying.instead["swap"] = refused
+    lying.instead["put_if_match"] = refused
     with pytest.raises(MirrorUnreachable, match="403 AccessDenied"):
         claimed(lying)
 
@@ -115,8 +115,8 @@ def test_a_claim_that_another_writer_was_faster_with_is_refused(lying: Lying) ->
         raise Conflict(key)
 
     seen = Found(writer=claimed(lying).head.writer)
-    lying.instead["swap"] = faster
-    with pytest.raises(LostClaim, match="another attempt has claimed this mirror"):
+    lying.instead["put_if_match"] = faster
+    with pytest.raises(WriterBusy, match="another attempt has claimed this mirror"):
         MirrorWriter(lying).claim("run", 2, -1, seen)
 
 
@@ -135,21 +135,21 @@ def test_a_writer_that_lost_its_claim_leaves_the_copy_of_the_head_alone(lying: L
     early.commit(new)
     flip(tmp_path / "mirror" / HEAD, bit=9)
     assert MirrorReader(lying.store).head() == late[0].head
-    with pytest.raises(LostClaim):
+    with pytest.raises(WriterBusy, match="claimed this mirror"):
         early.commit(with_log(early, b"two"))
 
 
 def test_a_commit_whose_answer_is_lost_counts(lying: Lying) -> None:
     writer = claimed(lying)
 
-    def swap(key: str, data: bytes, version: Any) -> None:
-        lying.store.swap(key, data, version)
+    def put_if_match(key: str, data: bytes, version: Any) -> None:
+        lying.store.put_if_match(key, data, version)
         raise MirrorUnreachable("the answer is lost")
 
-    lying.instead["swap"] = swap
+    lying.instead["put_if_match"] = put_if_match
     writer.commit(with_log(writer, b"one"))
     assert MirrorReader(lying.store).head() == writer.head
-    lying.instead["swap"] = lambda *_: (_ for _ in ()).throw(Conflict(HEAD))  # of a repetition by the library
+    lying.instead["put_if_match"] = lambda *_: (_ for _ in ()).throw(Conflict(HEAD))  # of a repetition by the library
     with pytest.raises(MirrorUnreachable, match="does not hold the head"):
         writer.commit(with_log(writer, b"two"))
     lying.instead.clear()
@@ -160,21 +160,21 @@ def test_a_commit_whose_answer_is_lost_counts(lying: Lying) -> None:
 def test_a_claim_whose_answer_is_lost_is_known_again(lying: Lying) -> None:
     writer = MirrorWriter(lying)
 
-    def swap(key: str, data: bytes, version: Any) -> None:
-        lying.store.swap(key, data, version)
+    def put_if_match(key: str, data: bytes, version: Any) -> None:
+        lying.store.put_if_match(key, data, version)
         lying.instead["get_version"] = refuse
         raise MirrorUnreachable("the answer is lost")
 
     def refuse(*_: Any) -> None:
         raise MirrorUnreachable("503")
 
-    lying.instead["swap"] = swap
+    lying.instead["put_if_match"] = put_if_match
     with pytest.raises(MirrorUnreachable):
         writer.claim("run", 1, -1, Found(NOBODY))
     lying.instead.clear()
     writer.claim("run", 1, -1, Found(NOBODY))
     assert writer.head.writer.startswith("000002-")
-    with pytest.raises(LostClaim):
+    with pytest.raises(WriterBusy, match="claimed this mirror"):
         MirrorWriter(lying).claim("run", 1, -1, Found(NOBODY))
 
 

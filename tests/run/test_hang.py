@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.launch import Launch
 from ci_llm.core.run_folder import read_failures
@@ -170,6 +171,16 @@ def test_a_run_whose_results_find_no_space_is_not_completed(ranks: int, server: 
     assert "make space on this disk" in (tmp_path / "run/training.log").read_text()
     assert train(server, tmp_path, ranks=ranks, save_steps=6) == [0] * ranks, said(tmp_path)
     assert read_status(tmp_path / "run").status == "completed"
+
+
+def test_a_last_checkpoint_that_is_spoilt_after_the_save_completes_no_run(server: ForkServer, tmp_path: Path) -> None:
+    """The final checkpoint is made from the last step and never from the one before it, which is whole."""
+    fault = Fault("bit flipped", steps=(11,))
+    assert train(server, tmp_path, fault, save_steps=6) == [1], said(tmp_path)
+    assert read_status(tmp_path / "run").status == "failed"
+    assert "there is no step 12; committed: 6" in said(tmp_path)
+    assert train(server, tmp_path, save_steps=6) == [0], said(tmp_path)
+    assert load_checkpoint(tmp_path / "run/final_checkpoint").manifest.step == 12
 
 
 def test_a_failure_is_raised_although_its_record_cannot_be_written(server: ForkServer, tmp_path: Path) -> None:

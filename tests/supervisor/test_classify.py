@@ -91,10 +91,10 @@ def test_a_kill_for_memory_explains_only_what_ends_right_after_it(monkeypatch: p
     kills[0] += 1
     assert watch.was_short()  # seen at the end alone
     clock[0] += 3600
-    watch.look()
+    watch.sample()
     assert not watch.was_short()
     kills[0] += 1
-    watch.look()
+    watch.sample()
     clock[0] += 5
     assert watch.was_short()
 

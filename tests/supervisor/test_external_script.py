@@ -96,7 +96,7 @@ def test_every_constant_product_scales_with_the_batch_wherever_it_stands(
     [copy] = folder.glob("configs/config_retry_1_*.yaml")
     assert f"{copy.read_text()} {command}".count("333") == 2
     assert "params: {constant_product: 7}" in copy.read_text()
-    script.close()
+    script.clean_up()
     assert config.read_bytes() == before
 
 

@@ -130,7 +130,7 @@ def test_a_copy_lives_until_the_next_one_with_the_permissions_of_the_original(tm
     assert second.name.startswith("config_retry_2_")
     assert yaml.safe_load(second.read_text()) == {"a": 3}
     assert second.stat().st_mode & 0o777 == 0o640
-    config.close()
+    config.remove_copy()
     assert os.listdir(tmp_path) == ["config.yaml"]
 
 

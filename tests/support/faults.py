@@ -25,8 +25,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ci_llm.run.job  # noqa: F401  the fork server imports all the rooms through this file
 from ci_llm.base import sharded
-from ci_llm.checkpoints import store
+from ci_llm.checkpoints import saver, store
 from ci_llm.checkpoints.checkpoint import load_checkpoint
+from ci_llm.checkpoints.layout import committed
 from ci_llm.cli.main import main
 from ci_llm.crowd import questions, scoring
 from ci_llm.crowd.crowd import Crowd
@@ -36,6 +37,7 @@ from ci_llm.lora import kernels, products
 from ci_llm.run import attempt, gradients, loop, result
 from ci_llm.run import watchdog as hang_watch
 from ci_llm.run.watchdog import Heartbeat
+from tests.support.bit_flips import flip
 from tools.testbed.events import DEADLINE_S, new_rows, wait_until, wait_until_committed
 from tools.testbed.forkserver import ForkServer
 
@@ -200,6 +202,12 @@ def no_space(_: Fault) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def bit_flipped(_: Fault) -> None:
+    """The disk spoils the newest checkpoint, which was read back whole."""
+    newest = committed(Path("run"))[0][1]
+    flip(newest / "optimizer.safetensors", -1)
+
+
 def bug(_: Fault) -> None:
     """Fail for a reason that has nothing to do with memory."""
     raise RuntimeError("a bug: memory is fine")
@@ -302,6 +310,7 @@ KINDS: dict[str, Kind] = {
     "hang": hang,
     "hang in a worker": hang_in_worker,
     "disk full": before(store, "commit", no_space),
+    "bit flipped": before(saver.Saver, "make_final", bit_flipped),
     "failure unwritten": before(attempt, "write_failure", no_space),
 }
 

@@ -19,7 +19,7 @@ from ci_llm.checkpoints.manifest import FileImage
 from ci_llm.checkpoints.state_files import StateEntry
 from ci_llm.checkpoints.store import NO_OTHERS, CheckpointStore, OtherWriters, SaveResult
 from ci_llm.core.imports import load_plugin
-from ci_llm.distributed.side_channel import ProcessGroup, SaveResultChannel, has_other_processes
+from ci_llm.distributed.side_channel import ProcessGroup, SaveResultChannel, num_processes
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Backend:
         Args:
             asynchronous: whether saves run in a thread.
         """
-        if asynchronous and has_other_processes():
+        if asynchronous and num_processes() > 1:
             self._results = self._results or SaveResultChannel()
 
     def task_of(self, request: SaveRequest) -> SaveTask | None:

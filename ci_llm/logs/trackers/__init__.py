@@ -218,8 +218,11 @@ class Trackers:
         names: the key `report_to`.
         folder: the run's folder.
         resumed_from: the step this attempt resumes from; 0 for a fresh start.
-        saved_state: `state()` of the previous attempt.
+        saved_state: the `ids` of the previous attempt.
         hyperparameters: plain values; they are shown once.
+
+    Attributes:
+        ids: of this run in its trackers, for the checkpoint: the next attempt may find one that has failed here.
 
     Raises:
         ConfigError: a tracker is not installed or cannot start.
@@ -237,27 +240,25 @@ class Trackers:
     ) -> None:
         require_installed(names)
         accelerator.project_configuration.logging_dir = str(folder)  # TensorBoard writes below it
-        self._trackers, self._ids = list[_Guarded](), dict[str, str]()
+        self.ids: dict[str, str] = {}
+        self._trackers: list[_Guarded] = []
         for name in names:
             kind = find_kind(name)
             tracker = _start(accelerator, name, kind, kind.settings(folder, resumed_from, saved_state.get(name)))
             kind.on_start(tracker, str(hyperparameters.get("objective", "sft")))
             self._trackers.append(_Guarded(name, kind, tracker))
             if run_id := kind.run_id(tracker):
-                self._ids[name] = run_id
+                self.ids[name] = run_id
             is_known = name in saved_state if run_id else resumed_from > 0
             if not is_known:
                 kind.show_hyperparameters(tracker, hyperparameters)
-        self._accelerator, accelerator.trackers = accelerator, self._trackers
+        accelerator.trackers = self._trackers
+        self._accelerator = accelerator
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
         """Send the numbers among `values`, under the names of metrics.jsonl and under those that Trainer has."""
         own = {key: value for key, value in values.items() if isinstance(value, int | float)}
         self._accelerator.log(own | _trainers_names(own), step=step)
-
-    def state(self) -> dict[str, str]:
-        """The ids of this run in its trackers, for the checkpoint; the next attempt may find one that has failed."""
-        return dict(self._ids)
 
     def finish(self) -> None:
         """Flush and close every tracker."""
