@@ -197,7 +197,7 @@ class Processes:
         """The context of the forward pass, in the precision of `mixed_precision`."""
         return self.accelerator.autocast()  # type: ignore[no-any-return]
 
-    def settle_precision(self, config: Config) -> tuple[Config, str]:
+    def choose_precision(self, config: Config) -> tuple[Config, str]:
         """Compute in the precision of the configuration; where it says auto, choose the same one on all processes.
 
         A collective.

@@ -117,7 +117,7 @@ def port(context: CheckContext) -> str:
     """The processes of this launch connect; a single process connects to itself for a moment."""
     met = check_process_group() if context.launch.num_processes == 1 else None
     context.processes = Processes(context.config, launch=context.launch, interrupts=context.interrupts)
-    context.config, _ = context.processes.settle_precision(context.config)
+    context.config, _ = context.processes.choose_precision(context.config)
     context.at_end.callback(context.processes.shutdown)
     if met:
         return met

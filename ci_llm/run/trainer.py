@@ -238,7 +238,7 @@ def build(
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
     set_determinism(config)
-    config, line = processes.settle_precision(config.settled_as(before))
+    config, line = processes.choose_precision(config.settled_as(before))
     if line:
         logger.info(f"precision {line}")
     if slow := slow_bf16(config):

@@ -236,7 +236,7 @@ class SweepRunner:
         """Load base and rows, and settle keys that say auto; a sweep keeps the values it began with. A collective."""
         record = processes.on_main(lambda: read_record(self._folder))
         before = None if record is None else record.config
-        config, line = processes.settle_precision(self._reading.config.settled_as(before))
+        config, line = processes.choose_precision(self._reading.config.settled_as(before))
         if line:
             self._say(f"precision {line}")
         loaded = load(config, processes, before.max_seq_length if before else None)

@@ -54,19 +54,19 @@ def test_only_auto_is_chosen_by_the_hardware() -> None:
 def test_the_choice_is_the_precision_of_the_forward_pass() -> None:
     processes = Processes(AUTO)
     try:
-        config, line = processes.settle_precision(AUTO)
+        config, line = processes.choose_precision(AUTO)
         assert (config.mixed_precision, config.model_dtype) == ("no", "fp32")
         assert line == "mixed_precision=no, model_dtype=fp32: this processor has neither AMX nor AVX512-BF16"
         with processes.autocast():
             assert not torch.is_autocast_enabled("cpu")
-        config, line = processes.settle_precision(AUTO.settled_as(Config(mixed_precision="bf16")))
+        config, line = processes.choose_precision(AUTO.settled_as(Config(mixed_precision="bf16")))
         assert (config.mixed_precision, config.model_dtype, line) == ("bf16", None, "")
         with processes.autocast():
             assert torch.get_autocast_dtype("cpu") == torch.bfloat16
             assert torch.is_autocast_enabled("cpu")
-        assert processes.settle_precision(config) == (config, "")
+        assert processes.choose_precision(config) == (config, "")
         with pytest.raises(ModelError, match="fp16 needs a GPU"):
-            processes.settle_precision(AUTO.settled_as(Config(mixed_precision="fp16")))
+            processes.choose_precision(AUTO.settled_as(Config(mixed_precision="fp16")))
     finally:
         processes.shutdown()
 
