@@ -210,7 +210,7 @@ def act_under_fire(root: Path, scenario: Scenario, writer: CheckpointManager) ->
         code = SAVED if scenario.act(writer) else SAID_NO
     except (CiLlmError, OSError):
         code = RAISED
-    found = manager(root).store.look(heal=False)
+    found = manager(root).store.latest_step(quarantine=False)
     allowed = {scenario.new} if code == SAVED else {scenario.old, scenario.new}
     return code if found in allowed and next_step_works(writer) else BROKEN
 

@@ -231,10 +231,11 @@ def _why_over(owner: Owner, me: Owner, silent_s: float, timeout_s: float, folder
 
 
 def _owner_of(folder: Path) -> Owner:
-    """Who made an attempt's folder; an unknown owner if the file is damaged: then only the heartbeat tells."""
+    """Who made an attempt's folder; an unknown owner if the file is damaged or lost: then only the heartbeat tells."""
     try:
         return read_as(Owner, folder / OWNER_FILE)
-    except ValueError:
+    except (FileNotFoundError, ValueError):
+        os.stat(folder)  # it is gone if another attempt has just renamed it, and then the race is lost
         return Owner("unknown", 0)
 
 

@@ -87,7 +87,7 @@ class ConfigFile:
         Raises:
             ConfigError: no file can be written next to the original.
         """
-        self.close()
+        self.remove_copy()
         stem, folder = f"{self.path.stem}_retry_{retry}_", self.path.parent
         try:
             handle, name = mkstemp(self.path.suffix, stem, folder)  # never over a file of the user

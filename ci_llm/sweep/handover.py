@@ -146,13 +146,13 @@ def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) ->
 def _last(folder: Path, step: int) -> Checkpoint:
     """The checkpoint with which a segment has ended. There are two of it, so that one may be damaged."""
     store = CheckpointStore(folder)
-    if store.look(heal=False) != step:
+    if store.latest_step(quarantine=False) != step:
         raise CheckpointError(
             f"the segment holds no whole checkpoint of step {step}",
             where=str(folder),
             hint="segments of a sweep are needed until it is complete; experiment_name=NAME begins a new one",
         )
-    return decode(store.take(step))
+    return decode(store.read(step))
 
 
 def _meta(meta: Mapping[str, Any], count: int) -> dict[str, Any]:

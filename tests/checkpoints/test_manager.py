@@ -497,7 +497,7 @@ def test_a_closed_manager_reads_and_says_why_it_does_not_write(managers: Any) ->
         lambda: manager.save(2, {"a": 2}),
         lambda: manager.saver.save_last(2, {"a": 2}, info={}),
         lambda: manager.delete(1),
-        manager.saver.finish,
+        manager.saver.make_final,
     ):
         with pytest.raises(CheckpointError, match="this manager is closed"):
             write()

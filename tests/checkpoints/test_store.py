@@ -417,9 +417,10 @@ def test_a_zombie_counts_as_dead(run: Run) -> None:
     zombie.communicate()
 
 
-def test_an_owner_that_cannot_be_read_is_judged_by_its_heartbeat(run: Run) -> None:
+@pytest.mark.parametrize("hurt", [lambda file: file.write_text("{"), Path.unlink], ids=["damaged", "lost"])
+def test_an_owner_that_cannot_be_read_is_judged_by_its_heartbeat(run: Run, hurt: Callable[[Path], object]) -> None:
     run.open(owner=elsewhere(1)).acquire_lease()
-    (run.directory / ".attempt-1" / OWNER_FILE).write_text("{")
+    hurt(run.directory / ".attempt-1" / OWNER_FILE)
     with pytest.raises(WriterBusy, match="process 0 on unknown writes to this folder"):
         run.open(owner=elsewhere(2)).acquire_lease()
     run.silence()

@@ -331,7 +331,7 @@ def test_an_empty_disk_does_not_start_from_scratch_while_the_mirror_cannot_be_re
     assert one.mirror.flush(DEADLINE_S)
 
 
-@pytest.mark.parametrize("refused", ["count_on_from", "_restore", "write_token"])
+@pytest.mark.parametrize("refused", ["count_on_from", "_download_files", "write_token"])
 def test_a_disk_that_takes_nothing_of_the_mirror_is_one_error(
     refused: str, node: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
