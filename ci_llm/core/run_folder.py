@@ -358,7 +358,7 @@ def record_of(line: bytes) -> Record | None:
     """The record in a line, which has a step; None for a line that a crash has torn."""
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or not isinstance(value.get("step"), int):
         return None
@@ -393,7 +393,7 @@ def number(value: object) -> float:
     """A value of a record as a number; NaN for a value that is not a number."""
     try:
         return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 

@@ -208,8 +208,7 @@ class Processes:
         Raises:
             ModelError: the device does not support the precision; a checkpoint of another machine may ask for it.
         """
-        settled = config
-        line = ""
+        settled, line = config, ""
         if AUTO in (config.mixed_precision, config.model_dtype):
             speed = min(self.gather_object(precision.speed_of_bf16()), key=lambda each: each.bf16_is_faster)
             settled = config.model_copy(update=precision.chosen(config, speed))
@@ -245,8 +244,7 @@ class Processes:
         """The sum over all processes, by their index: wherever a number stands, it is the same. A collective."""
         with peer_errors():
             if self.num_processes < 3:
-                added: Tensor = self.accelerator.reduce(tensor, "sum")
-                return added
+                return self.accelerator.reduce(tensor, "sum")  # type: ignore[no-any-return]
             each = [torch.empty_like(tensor) for _ in range(self.num_processes)]
             dist.all_gather(each, tensor)  # Accelerate would gather on the GPUs, and a ballot lies on the host
         return sum(each[1:], start=each[0])
@@ -327,9 +325,9 @@ class Processes:
             LaunchError: on every process alike, so that none is left waiting.
         """
         folder = Path(path)
-        token = self.broadcast_object(secrets.token_hex(8))
-        self.on_main(lambda: self._write_launch_token(folder, token))
-        each_sees = self.gather_object(_token_path(folder, token).is_file())
+        token = folder / self.broadcast_object(f"{LAUNCH_TOKEN}{secrets.token_hex(8)}")
+        self.on_main(lambda: self._write_launch_token(token))
+        each_sees = self.gather_object(token.is_file())
         blind = [index for index, sees in enumerate(each_sees) if not sees]
         if blind:
             raise LaunchError(
@@ -338,15 +336,14 @@ class Processes:
                 hint="give an output_dir on a disk that all machines share, as an absolute path",
             )
 
-    def _write_launch_token(self, folder: Path, token: str) -> None:
-        path = _token_path(folder, token)
+    def _write_launch_token(self, token: Path) -> None:
         try:
-            make_folders(folder)
-            write_bytes(path, b"")
+            make_folders(token.parent)
+            write_bytes(token, b"")
         except OSError as error:
             what = f"the folder cannot be written: {error.strerror}"
-            raise LaunchError(what, where=str(folder), hint="give another output_dir") from error
-        self._tokens.append(path)
+            raise LaunchError(what, where=str(token.parent), hint="give another output_dir") from error
+        self._tokens.append(token)
 
     def shutdown(self) -> bool:
         """Leave the process group, within a bound of 10 s; the trackers must be closed before.
@@ -425,10 +422,6 @@ def _set_environment(launch: Launch, on_cpu: bool) -> None:
 
 def _backend(on_cpu: bool) -> str:
     return "gloo" if on_cpu else "cuda:nccl,cpu:gloo"
-
-
-def _token_path(folder: Path, token: str) -> Path:
-    return folder / f"{LAUNCH_TOKEN}{token}"
 
 
 def join(launch: Launch, backend: str, interrupts: Interrupts | None = None) -> None:

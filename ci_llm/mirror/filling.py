@@ -120,7 +120,7 @@ def _fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[st
         manager.store.acquire_lease()
         if token is None:  # a disk with steps and without a token belongs to another run
             write_token(folder, Token(head.run, NOBODY))
-        _adopt(reader, head, found, manager, files)
+        _pull(reader, head, found, manager, files)
     elif own is None:
         logger.warning(f"mirror    no step in {reader.url} verifies")
     now = Token(head.run, head.writer)
@@ -129,9 +129,7 @@ def _fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[st
     return Found(head.writer, damage)
 
 
-def _adopt(
-    reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointManager, files: Collection[str]
-) -> None:
+def _pull(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointManager, files: Collection[str]) -> None:
     """Bring a step, after everything that belongs to it: until that step is here, the next start fills again."""
     _download_files(reader, head, manager.directory, files)
     for entry in _wanted(head, newest, manager.directory):

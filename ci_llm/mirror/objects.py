@@ -68,7 +68,6 @@ def backoff_s(failures: int, *, hurry: bool) -> float:
     return min(FIRST_TRY_S * 2.0 ** min(failures - 1, 10), longest) * random.uniform(0.5, 1.0)
 
 
-EXTRA: Final = "pip install 'ci-llm[mirror]'"
 #: A larger object is sent and read in parts, so that no request lasts long. S3 takes no part below 5 MB.
 PART_BYTES: Final = 8 << 20
 PARTS_AT_ONCE: Final = 4
@@ -183,7 +182,8 @@ class RemoteObjects(_Store):
             import obstore
             from obstore.exceptions import BaseError
         except ImportError as error:
-            raise BadInput("a mirror needs the package obstore", where=f"{where}: {url}", hint=EXTRA) from error
+            hint = "pip install 'ci-llm[mirror]'"
+            raise BadInput("a mirror needs the package obstore", where=f"{where}: {url}", hint=hint) from error
         self.url = url
         self._api = obstore
         self._failures = (BaseError, OSError)

@@ -108,9 +108,8 @@ class Mirror:
         self.on_change = on_change
         self._keep = keep
         self._limiter = RateLimiter(max_mb_per_s)
-        objects = open_objects(url)
-        self.reader = MirrorReader(objects, self._limiter)
-        self._writer = MirrorWriter(objects, self._pace)
+        self.reader = MirrorReader(open_objects(url), self._limiter)
+        self._writer = MirrorWriter(self.reader.objects, self._pace)
         self._claim: Callable[[], object] | None = None  # what is to be called first
         self._swept = False
         self._newest_here: int | None = None  # kept, because the disk may fail while its error is told

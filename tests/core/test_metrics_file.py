@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
-from ci_llm.core.run_folder import METRICS_NAME, read_records, record_of
+from ci_llm.core.run_folder import METRICS_NAME, number, read_records, record_of
+
+NO_RECORDS = [
+    b"",
+    b'{"step": 1',
+    b"[]",
+    b"3",
+    b'{"loss": 1}',
+    b'{"step": "1"}',
+    b"\xff",
+    b'{"step": 1, "time": "late"}',
+]
 
 
-@pytest.mark.parametrize(
-    "line", [b"", b'{"step": 1', b"[]", b"3", b'{"loss": 1}', b'{"step": "1"}', b"\xff", b'{"step": 1, "time": "late"}']
-)
+@pytest.mark.parametrize("line", [*NO_RECORDS, b"[" * 100_000])
 def test_a_line_that_is_torn_or_has_no_step_is_not_a_record(line: bytes) -> None:
     assert record_of(line) is None
+
+
+@pytest.mark.parametrize("value", ["x", None, 10**400])
+def test_a_value_that_is_no_number_counts_as_nan(value: object) -> None:
+    assert math.isnan(number(value))
 
 
 def test_records_come_in_order_and_torn_lines_are_counted(tmp_path: Path) -> None:
