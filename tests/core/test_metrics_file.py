@@ -9,7 +9,7 @@ import pytest
 
 from ci_llm.core.run_folder import METRICS_NAME, number, read_records, record_of
 
-NO_RECORDS = [
+TORN = [
     b"",
     b'{"step": 1',
     b"[]",
@@ -21,7 +21,7 @@ NO_RECORDS = [
 ]
 
 
-@pytest.mark.parametrize("line", [*NO_RECORDS, b"[" * 100_000])
+@pytest.mark.parametrize("line", [*TORN, b"[" * 100_000])
 def test_a_line_that_is_torn_or_has_no_step_is_not_a_record(line: bytes) -> None:
     assert record_of(line) is None
 
