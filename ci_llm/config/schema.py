@@ -32,19 +32,6 @@ DURATION: Final = "duration"
 SEVERAL: Final = "several"
 
 
-def _joined(value: object) -> object:
-    parts = list(value) if isinstance(value, list | tuple) else []
-    return ",".join(parts) if parts and all(isinstance(part, str) for part in parts) else value
-
-
-def _as_tuple(value: object) -> object:
-    """A list as a tuple; text as the command line reads it: a name alone is a list of one, as in Transformers."""
-    if isinstance(value, str):
-        whole = value[1:-1] if value.startswith("[") and value.endswith("]") else value
-        value = [part.strip() for part in whole.split(",")]
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _as_day(value: object) -> object:
     """A date as YYYY-MM-DD; nothing stays nothing."""
     return value if value is None else date.fromisoformat(str(value)).isoformat()
@@ -52,11 +39,11 @@ def _as_day(value: object) -> object:
 
 Text = Annotated[str, StringConstraints(min_length=1)]
 PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # a file has no shell that expands `~`
-Sources = Annotated[PathText, BeforeValidator(_joined), SEVERAL]
-Weights = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1), BeforeValidator(_as_tuple)]
-Factors = Annotated[tuple[float, ...], MinLen(1), BeforeValidator(_as_tuple)]
-Names = Annotated[tuple[Text, ...], MinLen(1), BeforeValidator(_as_tuple)]
-Numbers = Annotated[tuple[Annotated[int, Ge(0)], ...], MinLen(1), BeforeValidator(_as_tuple)]
+Sources = Annotated[PathText, SEVERAL]
+Weights = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1)]
+Factors = Annotated[tuple[float, ...], MinLen(1)]
+Names = Annotated[tuple[Text, ...], MinLen(1)]
+Numbers = Annotated[tuple[Annotated[int, Ge(0)], ...], MinLen(1)]
 Day = Annotated[str, BeforeValidator(_as_day)]
 Count = Annotated[int, Ge(1)]
 Seed = Annotated[int, Ge(0), Lt(2**32)]
@@ -99,7 +86,7 @@ else:
     Aggregator = Literal[plugin_names("ci_llm.crowd.aggregators")]
     Tracker = Literal[plugin_names("ci_llm.logs.trackers")]
     Backend = Literal[plugin_names("ci_llm.checkpoints.backends")]
-Trackers = Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)]
+Trackers = tuple[Tracker, ...]
 
 
 class Traits(TypedDict, total=False):

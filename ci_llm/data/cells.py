@@ -37,7 +37,7 @@ _MARKS: Final = ("weight", "train", "training", "loss", "loss_weight")
 _SAYS: Final[Mapping[Any, bool]] = dict.fromkeys((1, "1", "1.0", "true"), True) | dict.fromkeys(
     (0, "0", "0.0", "false"), False
 )
-#: Names of what may be a mark as well, of parts of an answer perhaps.
+#: Names of other keys that may be such a mark, perhaps for a part of an answer.
 _LIKE_MARKS: Final = re.compile("train|loss|learn|weight|mask|ignore", re.IGNORECASE)
 #: Keys of an answer that may be false, and mark nothing: of prompts that an API continues, and of WildChat.
 _NO_MARKS: Final = ("prefix", "partial", "redacted", "toxic")

@@ -226,6 +226,10 @@ _KINDS: Final = (
 )
 
 
+#: The file of rows in a folder of the cache.
+_ROWS: Final = "rows.jsonl"
+
+
 def kept_rows(given: Any, argument: str) -> str:
     """The path under which these rows are kept, for `dataset_name`; the same rows have the same path.
 
@@ -239,19 +243,17 @@ def kept_rows(given: Any, argument: str) -> str:
     given = _without_frame(given() if callable(given) else given)
     if isinstance(given, Dataset | DatasetDict):
         parts = given if isinstance(given, DatasetDict) else {"": given}
+        if not any(map(len, parts.values())):
+            raise _refused(argument, "there is no row", "give at least one row")
         content = json.dumps([[name, part._fingerprint] for name, part in parts.items()]).encode()
-        write, file, again = given.save_to_disk, "", False
-        count = sum(map(len, parts.values()))
-    elif isinstance(given, Mapping | str | bytes) or not isinstance(given, Iterable):
+        return str(_kept(content, given.save_to_disk))
+    if isinstance(given, Mapping | str | bytes) or not isinstance(given, Iterable):
         raise _refused(argument, f"its type is {type(given).__name__}", _KINDS)
-    else:
-        lines = [*_lines(given, argument)]
-        content, count, again = b"".join(lines), len(lines), iter(given) is given
-        write, file = lambda folder: (folder / "rows.jsonl").write_bytes(content), "rows.jsonl"
-    if not count:
+    content = b"".join(_lines(given, argument))
+    if not content:
         once = "a generator gives its rows once: give the function that makes it, or a list"
-        raise _refused(argument, "there is no row", once if again else "give at least one row")
-    return str(_kept(xxhash.xxh3_128_hexdigest(content), write) / file)
+        raise _refused(argument, "there is no row", once if iter(given) is given else "give at least one row")
+    return str(_kept(content, lambda folder: (folder / _ROWS).write_bytes(content)) / _ROWS)
 
 
 def _without_frame(given: Any) -> Any:
@@ -280,9 +282,9 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value.isoformat()
 
 
-def _kept(digest: str, write: Callable[[Path], object]) -> Path:
-    """The folder of this digest, written if it is missing; of several processes one writes."""
-    folder = cache_folder("rows") / digest
+def _kept(content: bytes, write: Callable[[Path], object]) -> Path:
+    """The folder of the digest of this content, written if it is missing; of several processes one writes."""
+    folder = cache_folder("rows") / xxhash.xxh3_128_hexdigest(content)
     try:
         make_folders(folder.parent)
         with locked(folder.parent / "lock", create=True, required=False), _quiet():

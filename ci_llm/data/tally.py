@@ -280,7 +280,8 @@ def encoded(rows: Rows, encoder: Encoder) -> Iterator[tuple[Row | None, Encoded]
     if len(rows) < MANY or cores < 4 or multiprocessing.current_process().daemon:
         yield from ((row, _encoded(encoder, row)) for row in rows)
         return
-    each, fork = iter(rows), multiprocessing.get_context("fork")  # a fork has the encoder, which cannot be sent
+    each = iter(rows)
+    fork = multiprocessing.get_context("fork")  # a fork has the encoder, which cannot be sent
     try:
         with ProcessPoolExecutor(cores - 1, fork, _begin, (encoder,)) as pool:  # one reads and writes
             while part := [*islice(each, 16 * SENT * cores)]:
