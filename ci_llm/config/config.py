@@ -263,17 +263,10 @@ def entries_of(values: Mapping[str, Any], where: str) -> list[Entry]:
     return [Entry(name, _raw(value), where) for name, value in values.items()]
 
 
-def _plain(value: Any) -> Any:
-    """The value, with Python's own numbers in place of NumPy's scalars."""
-    if isinstance(value, list | tuple):
-        return [*map(_plain, value)]
-    is_numpy = any((kind.__module__, kind.__name__) == ("numpy", "generic") for kind in type(value).__mro__)
-    return value.item() if is_numpy else value
-
-
-def _raw(value: object) -> Raw:
+def _raw(value: Any) -> Raw:
     """A Python value as it would be written in a file."""
-    value = _plain(value)
+    if any((kind.__module__, kind.__name__) == ("numpy", "generic") for kind in type(value).__mro__):
+        value = value.item()
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, Mapping):

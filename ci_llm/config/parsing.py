@@ -369,6 +369,9 @@ def _respellings(text: str) -> Iterator[str]:
     yield text
     yield text.strip().lower()
     yield text.replace(",", ".")
+    yield text.replace("\u2212", "-")  # the minus sign of a text program
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?%", text):
+        yield f"{float(text[:-1]) / 100:g}"
     if re.fullmatch(r"[0-9.]+", text):
         yield text.lstrip("0")
     number = float(text.replace("_", "")) if _NUMBER.fullmatch(text) and len(text) < 20 else math.nan

@@ -13,11 +13,10 @@ free        logging, saving, paths: allowed, and not worth a line
 from __future__ import annotations
 
 import os
-from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypedDict, Unpack
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.fields import FieldInfo
 
 from ci_llm.core.imports import plugin_names
@@ -32,11 +31,6 @@ DURATION: Final = "duration"
 SEVERAL: Final = "several"
 
 
-def _as_day(value: object) -> object:
-    """A date as YYYY-MM-DD; nothing stays nothing."""
-    return value if value is None else date.fromisoformat(str(value)).isoformat()
-
-
 Text = Annotated[str, StringConstraints(min_length=1)]
 PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # a file has no shell that expands `~`
 Sources = Annotated[PathText, SEVERAL]
@@ -44,7 +38,7 @@ Weights = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1)]
 Factors = Annotated[tuple[float, ...], MinLen(1)]
 Names = Annotated[tuple[Text, ...], MinLen(1)]
 Numbers = Annotated[tuple[Annotated[int, Ge(0)], ...], MinLen(1)]
-Day = Annotated[str, BeforeValidator(_as_day)]
+Day = Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\d$")]
 Count = Annotated[int, Ge(1)]
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 Size = Annotated[int, Ge(0)]

@@ -552,4 +552,4 @@ def _advice(columns: Sequence[str], where: str) -> str:
 def shown(columns: Sequence[str]) -> str:
     """The names of columns; of an object whose keys are rows, the first ones."""
     more = f", ... ({len(columns)} in all)" if len(columns) > 20 else ""
-    return ", ".join(columns[:20]) + more
+    return (", ".join(columns[:20]) or "none") + more

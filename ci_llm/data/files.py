@@ -75,11 +75,9 @@ def splits_on_hub(name: str, subset: str | None, where: str) -> dict[str, Datase
     except Exception as error:  # of the hub's client and all below it: a dropped connection is not an OSError
         if _is_of_a_disk(error):
             raise _not_kept(error, "HF_HOME", HF_HOME) from error
-        raise DataError(
-            f"The data set {name!r} cannot be loaded from the hub: {_reason(error)}.",
-            where=where,
-            hint="check the name, dataset_subset and the network, or give a file, a glob, or a folder",
-        ) from error
+        what = f"The data set {name!r} cannot be loaded from the hub: {_reason(error)}."
+        ways = "check the name, dataset_subset and the network, or give a file, a glob, or a folder"
+        raise DataError(what, where=where, hint=hint_for_missing(Path(name), ways)) from error
 
 
 def _from_folder(path: Path, unnamed: str) -> dict[str, Dataset | JsonRows]:
@@ -154,7 +152,8 @@ def _from_files(files: list[Path], where: str) -> Dataset | JsonRows:
     kind = next(iter(kinds))
     if len(kinds) > 1 or kind is None:
         names = ", ".join(sorted(kinds.values()))
-        what = f"The files are not of one kind that can be read: {names}."
+        what = f"No format of data has the ending of {names}."
+        what = f"The files are not of one kind that can be read: {names}." if len(kinds) > 1 else what
         raise DataError(what, where=where, hint=f"give {known_endings()} files, all of one kind")
     if not any(file.stat().st_size for file in files):
         raise empty(where)
