@@ -101,10 +101,11 @@ def _take_list(
     own: OwnEntries, entry: Entry, key: str, values: tuple[Raw, ...], listed: Entry | None, problems: list[Problem]
 ) -> None:
     if not own.entries:
-        own.entries, own.decided_by = [{} for _ in values], entry
+        own.entries = [{} for _ in values]
+        own.decided_by = entry
     if len(values) != len(own.entries):
-        other, there = own.decided_by, len(own.entries)
-        what = f"{key} has {len(values)} values, and {other.name} ({other.where}) has {there}"
+        other = own.decided_by
+        what = f"{key} has {len(values)} values, and {other.name} ({other.where}) has {len(own.entries)}"
         problems.append(Problem(entry.where, what, "give one value for each agent, or one value for all"))
         return
     for agent, value in zip(own.entries, values, strict=True):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
@@ -13,8 +12,9 @@ from typing import Any, Final, Self
 from pydantic.fields import FieldInfo
 
 from ci_llm.config.agents import OwnEntries, own_values, take_own_entries
+from ci_llm.config.auto import FOLLOWED, settled, stands_for
 from ci_llm.config.foreign import FIELDS, NO_EFFECT, read_without_effect
-from ci_llm.config.own_keys import AUTO, EMBEDDED, OWN_KEYS, KeysOfEach, overriding
+from ci_llm.config.own_keys import OWN_KEYS, KeysOfEach, overriding
 from ci_llm.config.parsing import Entry, Items, Mapped, Raw, Scalar, Unusable
 from ci_llm.config.problems import Problem, by_key, clashing, error_of, find_clashes, find_notices, sound_values
 from ci_llm.config.schema import FOUND, AllKeys, ChangeKind, Keys, meaning_of
@@ -140,18 +140,23 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
             allow_import(name)
 
     def settle_auto(self) -> None:
-        """Put a value in place of auto, before anybody reads the configuration."""
-        values, reasons = settled(self)
-        self.__dict__.update(values)
-        self.__pydantic_fields_set__.difference_update(reasons)  # nobody gave them
-        super().__setattr__("_reasons", reasons)
+        """Put a value in place of auto, before anybody reads the configuration; what agents say stays as it is."""
+        found = settled(self)
+        self.__dict__.update({key: value for key, (value, _) in found.items()})
+        self.__pydantic_fields_set__.difference_update(found)  # nobody gave them
+        super().__setattr__("_reasons", {key: why for key, (_, why) in found.items()})
 
     def with_objective(self, objective: str) -> dict[str, Any]:
         """The changed values, once the rows have decided that auto stands for this objective."""
-        if "learning_rate" not in self._reasons:
-            return {"objective": objective}
-        asked = self.model_copy(update={"objective": objective, "learning_rate": "auto"})
-        return {"objective": objective, "learning_rate": settled(asked)[0]["learning_rate"]}
+        changes: dict[str, Any] = {"objective": objective}
+        if "learning_rate" in self._reasons:
+            changes["learning_rate"], _ = stands_for(self.model_copy(update=changes))["learning_rate"]
+        return changes
+
+    def with_settled(self, values: Mapping[str, Any]) -> Config:
+        """This configuration with the values that the loaded rows have decided, in which no agent says auto."""
+        found = self.model_copy(update=values)
+        return found.model_copy(update=found.settled_agents(found))
 
     def usual(self) -> Config:
         """The defaults of a run on the same base and data, with the same optimizer: what auto follows."""
@@ -167,15 +172,17 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         decided = [key for key in self._reasons if key != "max_seq_length" or not self.is_open(key)]
         by_machine = [key for key in BY_MACHINE if self.is_open(key) and not before.is_open(key)]
         kept = {key: getattr(before, key) for key in (*decided, *by_machine, "chat_date")}
-        found, told = self.model_copy(update=kept), (*filter(self._reasons.get, self._reasons), *by_machine)
+        kept |= self.settled_agents(before)
+        found = self.model_copy(update=kept)
+        told = (*filter(self._reasons.get, self._reasons), *by_machine)
         super(Config, found).__setattr__("_reasons", dict.fromkeys(told, AS_BEGUN))
         return found
 
     def of_trials(self, steps: int, changes: Mapping[str, Any]) -> Config:
         """The changed configuration, in which the agents are trials of a sweep with `steps` optimizer steps each.
 
-        A learning rate follows the schedule of so many, wherever this run ends, and a trial that stays nonfinite takes
-        no further steps, while the others continue.
+        A learning rate follows the schedule of `steps`, wherever this run ends. A trial that stays nonfinite takes no
+        further steps, while the others continue.
         """
         found = self.model_copy(update=changes)
         super(Config, found).__setattr__("_trial_steps", steps)
@@ -201,7 +208,7 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         return self.early_stopping_patience is not None or self.load_best_model_at_end
 
     def warmup_steps(self, total_steps: int) -> int:
-        """Optimizer steps in which the learning rate rises, of a schedule of so many."""
+        """Optimizer steps of a schedule of `total_steps` in which the learning rate rises."""
         given = self.num_warmup_steps
         return round(self.num_warmup_steps_ratio * total_steps) if given is None else given
 
@@ -256,17 +263,10 @@ def entries_of(values: Mapping[str, Any], where: str) -> list[Entry]:
     return [Entry(name, _raw(value), where) for name, value in values.items()]
 
 
-def _plain(value: Any) -> Any:
-    """The value, with Python's own numbers in place of NumPy's scalars."""
-    if isinstance(value, list | tuple):
-        return [*map(_plain, value)]
-    is_numpy = any((kind.__module__, kind.__name__) == ("numpy", "generic") for kind in type(value).__mro__)
-    return value.item() if is_numpy else value
-
-
-def _raw(value: object) -> Raw:
+def _raw(value: Any) -> Raw:
     """A Python value as it would be written in a file."""
-    value = _plain(value)
+    if any((kind.__module__, kind.__name__) == ("numpy", "generic") for kind in type(value).__mro__):
+        value = value.item()
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, Mapping):
@@ -276,83 +276,3 @@ def _raw(value: object) -> Raw:
     if isinstance(value, bool) or value is None:
         return Scalar({True: "true", False: "false", None: "null"}[value])
     return Scalar(str(value)) if isinstance(value, str | int | float) else Unusable(f"a {type(value).__name__}")
-
-
-# The values that `auto` stands for, and why: rates, ranks and lengths follow the base, and rows what is asked. The
-# shape of an adapter to start from comes before that. What can be said only of loaded rows is left `auto` here:
-# `run/start/loading.py` decides it.
-
-#: The keys that decide what auto stands for.
-FOLLOWED: Final = ("model_name", "dataset_name")
-#: Objectives with a head, which is new and has to be learned.
-_HEADS: Final = ("reward", "classification", "regression")
-_OF_LORA: Final = "usual for LoRA; a small base often takes a higher rate, which a sweep finds"
-
-
-def settled(config: KeysOfEach) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of the keys that say auto, with `agents` if one of them says it, and the reason for each key.
-
-    A reason that is empty need not be told.
-    """
-    open_keys = {key: found for key, *found in _rules(config) if getattr(config, key) == AUTO}
-    open_keys |= {key: found for key, *found in _of_adapters(config) if key in open_keys or _is_unset(config, key)}
-    values = {key: value for key, (value, _) in open_keys.items()}
-    if any(AUTO in own.values() for own in config.agents):
-        values["agents"] = tuple(_own(config, k) for k in range(len(config.agents)))
-    return values, {key: why for key, (_, why) in open_keys.items()}
-
-
-def _own(config: KeysOfEach, agent: int) -> dict[str, Any]:
-    rules = {key: value for key, value, _ in (*_rules(config.of_agent(agent)), *_of_adapters(config))}
-    return {key: rules[key] if value == AUTO else value for key, value in config.agents[agent].items()}
-
-
-def _is_unset(config: KeysOfEach, key: str) -> bool:
-    return key not in config.model_fields_set and not any(key in own for own in config.agents)
-
-
-def _of_adapters(config: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
-    """(key, value, why) of the shape that the adapters of `init_from` have in common; nothing without a plain one."""
-    folder = Path(config.init_from or "")
-    files = [folder / "adapter_config.json"] if config.init_from else []
-    files = files if not files or files[0].is_file() else sorted(folder.glob("agent*/adapter_config.json"))
-    shapes = [*map(_shape_of, files)]
-    for key, value in shapes[0].items() if shapes and all(shape == shapes[0] for shape in shapes) else ():
-        yield key, value, "of the adapters in init_from"
-
-
-def _shape_of(file: Path) -> dict[str, Any]:
-    """The keys of a shape that an adapter says in the words of a configuration; one that cannot be is refused later."""
-    shape: dict[str, Any] = {}
-    try:
-        said = json.loads(file.read_text(encoding="utf-8"))
-        for key, name in (("lora_rank", "r"), ("lora_alpha", "lora_alpha")):
-            if float(said[name]).is_integer():
-                shape[key] = int(said[name])
-        shape["use_rslora"] = bool(said.get("use_rslora"))
-        for key, name in (("lora_target_modules", "target_modules"), ("agent_layers", "layers_to_transform")):
-            if isinstance(said.get(name), list) and said[name]:
-                shape[key] = tuple(sorted(said[name]))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # who loads the adapters says so, with the place
-        return {}
-    return shape
-
-
-def _rules(c: KeysOfEach) -> Iterator[tuple[str, Any, str]]:
-    """(key, value, why) of every key that may say auto."""
-    on_embedded = c.model_name == EMBEDDED
-    why = "measured on the embedded base" if on_embedded else _OF_LORA
-    # Ten times TRL's rates, which are for all weights of a model; that of grpo was measured (benchmarks/README.md).
-    rate = {AUTO: 2e-4, "sft": 2e-4, "grpo": 1e-4, **dict.fromkeys(_HEADS, 1e-3)}.get(c.objective, 1e-5)
-    if on_embedded:
-        rate = 8e-3 if c.objective in (AUTO, "sft") else 1e-3
-    yield "learning_rate", rate, why
-    yield "lora_rank", 8 if on_embedded else 16, why
-    yield "lora_alpha", 16 if on_embedded else 32, why
-    yield "max_seq_length", 256 if on_embedded else AUTO, why if on_embedded else "the longest row"
-    counted = "at most, as far as there are rows: evaluations read a third of what training does, or 50 rows"
-    yield "eval_samples", 400 if on_embedded else AUTO, why if on_embedded else counted
-    yield "beta", 0.0 if c.objective == "grpo" else 0.1, ""
-    yield "max_completion_length", AUTO, ""  # by the prompts
-    yield "objective", AUTO, ""  # by the columns
-    yield "max_new_tokens_eval", AUTO, ""  # by the references that are asked for

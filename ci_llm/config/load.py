@@ -159,7 +159,8 @@ def build_reading(
         by_key(typed, problems, last_wins=True),
     )
     lines = [*parsing.describe_sources(file.name, *sources)]
-    own, toy = take_own_entries(sources, problems), by_key(file.toy, problems, last_wins=False)
+    own = take_own_entries(sources, problems)
+    toy = by_key(file.toy, problems, last_wins=False)
     config = Config.of_entries(parsing.merge_sources(*sources), own, problems, check)
     if config.is_toy:
         config = Config.of_entries(parsing.merge_sources(toy, *sources), own, problems, check)

@@ -9,6 +9,8 @@ from typing import Any, Final, Self
 from pydantic import PrivateAttr
 
 from ci_llm.config import schema
+from ci_llm.config.auto import AUTO as AUTO
+from ci_llm.config.auto import EMBEDDED, stands_for
 from ci_llm.config.parsing import STRONGER
 
 #: The keys for which an agent may have a value of its own, beside `name`.
@@ -18,8 +20,6 @@ SHAPE_KEYS: Final = tuple(key for key in OWN_KEYS if key in schema.with_trait("s
 #: Which rows an agent trains on.
 ROWS_KEYS: Final = tuple(schema.with_trait("rows"))
 NAME: Final = "name"
-AUTO: Final = "auto"
-EMBEDDED: Final = "embedded"
 
 
 def names_of(agents: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -100,7 +100,20 @@ class KeysOfEach(schema.AllKeys):
         """The configuration with which this agent would train alone, apart from what keys its random numbers."""
         own = self.agents[agent] if self.agents else {}
         changed = {key: value for key, value in overriding(own).items() if key != NAME}
+        if open_keys := [key for key, value in changed.items() if value == AUTO]:
+            known = stands_for(self)
+            changed |= {key: known[key][0] for key in open_keys}
         return self.model_copy(update={**changed, "agents": (), "num_agents": 1})
+
+    def settled_agents(self, by: Self) -> dict[str, Any]:
+        """The change of `agents` that puts the values of `by` where one of them says auto; none if none does."""
+        if not any(AUTO in own.values() for own in self.agents):
+            return {}
+        settled = []
+        for k, own in enumerate(self.agents):
+            decided = (by if k < by.num_agents else self).of_agent(k)
+            settled.append({key: getattr(decided, key) if value == AUTO else value for key, value in own.items()})
+        return {"agents": tuple(settled)}
 
     @property
     def each_agent(self) -> list[Self]:
@@ -116,7 +129,7 @@ class KeysOfEach(schema.AllKeys):
 
     @property
     def evaluated_on(self) -> list[tuple[str, ...]]:
-        """Per agent what tells its rows to evaluate on from those of another: equal ones are the same rows."""
+        """The identity of each agent's rows to evaluate on: agents with equal ones have the same rows."""
         if self.eval_dataset_names:
             return [self.eval_dataset_names] * self.num_agents
         return [(own.dataset_name, own.dataset_subset or "", own.dataset_split) for own in self.rows_of_each]

@@ -274,8 +274,20 @@ def _read_list(kind: _Kind, raw: Scalar) -> object:
     if raw.is_null:
         return ()
     text = raw.text.strip()
-    names = (text[1:-1] if text.startswith("[") and text.endswith("]") else text).split(",")  # [0-4] may end a pattern
+    names = _parts(text[1:-1] if text.startswith("[") and text.endswith("]") else text)  # [0-4] may end a pattern
     return _read_items(kind, Items(tuple(Scalar(name.strip(" '\"")) for name in names)))
+
+
+def _parts(text: str) -> list[str]:
+    """The parts between commas. A comma in brackets separates nothing, as in a pattern with {1,3}, if they match."""
+    parts, depth = [""], 0
+    for sign in text:
+        depth += (sign in "([{") - (sign in ")]}")
+        if sign == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return text.split(",") if depth else parts
 
 
 _READERS: dict[Any, Callable[[_Kind, Scalar], object]] = {
@@ -357,6 +369,9 @@ def _respellings(text: str) -> Iterator[str]:
     yield text
     yield text.strip().lower()
     yield text.replace(",", ".")
+    yield text.replace("\u2212", "-")  # the minus sign of a text program
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?%", text):
+        yield f"{float(text[:-1]) / 100:g}"
     if re.fullmatch(r"[0-9.]+", text):
         yield text.lstrip("0")
     number = float(text.replace("_", "")) if _NUMBER.fullmatch(text) and len(text) < 20 else math.nan

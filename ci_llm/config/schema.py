@@ -13,11 +13,10 @@ free        logging, saving, paths: allowed, and not worth a line
 from __future__ import annotations
 
 import os
-from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypedDict, Unpack
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.fields import FieldInfo
 
 from ci_llm.core.imports import plugin_names
@@ -32,32 +31,14 @@ DURATION: Final = "duration"
 SEVERAL: Final = "several"
 
 
-def _joined(value: object) -> object:
-    parts = list(value) if isinstance(value, list | tuple) else []
-    return ",".join(parts) if parts and all(isinstance(part, str) for part in parts) else value
-
-
-def _as_tuple(value: object) -> object:
-    """A list as a tuple; text as the command line reads it: a name alone is a list of one, as in Transformers."""
-    if isinstance(value, str):
-        whole = value[1:-1] if value.startswith("[") and value.endswith("]") else value
-        value = [part.strip() for part in whole.split(",")]
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _as_day(value: object) -> object:
-    """A date as YYYY-MM-DD; nothing stays nothing."""
-    return value if value is None else date.fromisoformat(str(value)).isoformat()
-
-
 Text = Annotated[str, StringConstraints(min_length=1)]
 PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # a file has no shell that expands `~`
-Sources = Annotated[PathText, BeforeValidator(_joined), SEVERAL]
-Weights = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1), BeforeValidator(_as_tuple)]
-Factors = Annotated[tuple[float, ...], MinLen(1), BeforeValidator(_as_tuple)]
-Names = Annotated[tuple[Text, ...], MinLen(1), BeforeValidator(_as_tuple)]
-Numbers = Annotated[tuple[Annotated[int, Ge(0)], ...], MinLen(1), BeforeValidator(_as_tuple)]
-Day = Annotated[str, BeforeValidator(_as_day)]
+Sources = Annotated[PathText, SEVERAL]
+Weights = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1)]
+Factors = Annotated[tuple[float, ...], MinLen(1)]
+Names = Annotated[tuple[Text, ...], MinLen(1)]
+Numbers = Annotated[tuple[Annotated[int, Ge(0)], ...], MinLen(1)]
+Day = Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\d$")]
 Count = Annotated[int, Ge(1)]
 Seed = Annotated[int, Ge(0), Lt(2**32)]
 Size = Annotated[int, Ge(0)]
@@ -99,7 +80,7 @@ else:
     Aggregator = Literal[plugin_names("ci_llm.crowd.aggregators")]
     Tracker = Literal[plugin_names("ci_llm.logs.trackers")]
     Backend = Literal[plugin_names("ci_llm.checkpoints.backends")]
-Trackers = Annotated[tuple[Tracker, ...], BeforeValidator(_as_tuple)]
+Trackers = tuple[Tracker, ...]
 
 
 class Traits(TypedDict, total=False):

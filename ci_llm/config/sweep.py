@@ -32,6 +32,8 @@ from ci_llm.config.yaml_file import read_flow
 SPACE_KEYS: Final = tuple(key for key in OWN_KEYS if key not in DataKeys.__annotations__)
 DEFAULT_TRIALS: Final = 16
 _RANGE: Final = re.compile(r"(log|loguniform|uniform)\(\s*([^,()\s]+)\s*,\s*([^,()\s]+)\s*\)")
+#: What can only be meant for a space of numbers or words.
+_BEGUN: Final = re.compile(r"\[|(log|loguniform|uniform)\(")
 _HOW: Final = "a list [a,b,c], log(low,high) or uniform(low,high)"
 
 
@@ -229,6 +231,9 @@ def _space_of(entry: parsing.Entry, key: str, problems: list[Problem]) -> _Space
     raw = read_flow(entry.raw)
     if isinstance(raw, parsing.Scalar) and not raw.quoted and (found := _RANGE.fullmatch(raw.text.strip())):
         return _range(entry, key, found[2], found[3], problems, log=found[1] != "uniform")
+    if isinstance(raw, parsing.Scalar) and key in SPACE_KEYS and _BEGUN.match(raw.text):
+        problems.append(Problem(entry.where, f"{key} has a space that is not whole, {raw}", f"write {_HOW}"))
+        return _Space(entry, ())
     if isinstance(raw, parsing.Mapped) and key in FIELDS:
         return _mapped_range(entry, raw, key, problems)
     if isinstance(raw, parsing.Items) and (

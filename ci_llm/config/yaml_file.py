@@ -86,7 +86,8 @@ def _compose(text: str, name: str) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         problem = error.problem or error.context or "unreadable"
-        raise ConfigError(f"not valid YAML: {problem}", where=f"{name}:{line}", hint=_HINT) from error
+        hint = "write spaces in place of the tab" if "\\t" in problem else _HINT
+        raise ConfigError(f"not valid YAML: {problem}", where=f"{name}:{line}", hint=hint) from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(

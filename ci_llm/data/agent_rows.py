@@ -154,14 +154,14 @@ class Lengths:
     """Tokens of a row; of a pair each branch is one.
 
     Attributes:
-        mean, spread: their mean and standard deviation.
+        mean, std: their mean and standard deviation.
         learned: share of them that is learned.
         sampled: true if rows were tokenised as the run will do it; else this is an upper bound.
         branches: rows of a pass for each row of the data set: two for a pair, and of a prompt its completions.
     """
 
     mean: float
-    spread: float
+    std: float
     longest: int
     learned: float
     sampled: bool = True
@@ -172,17 +172,17 @@ class Lengths:
         """The lengths of these rows."""
         passed = [each for row in rows for each in (row.branches if isinstance(row, Unit) else [row])]
         tokens, learned = [len(row.input_ids) for row in passed], sum(int(row.supervised.sum()) for row in passed)
-        spread, branches = statistics.pstdev(tokens), len(passed) // len(rows)
-        return cls(statistics.mean(tokens), spread, max(tokens), learned / sum(tokens), branches=branches)
+        mean, std = statistics.mean(tokens), statistics.pstdev(tokens)
+        return cls(mean, std, max(tokens), learned / sum(tokens), branches=len(passed) // len(rows))
 
     def with_completions(self, count: int, tokens: int) -> Lengths:
-        """The lengths at worst where agents draw so many completions of each prompt, of at most so many tokens."""
+        """The lengths at worst where agents draw `count` completions of each prompt, of at most `tokens` tokens."""
         learned = tokens / (self.mean + tokens)
         return replace(self, mean=self.mean + tokens, longest=self.longest + tokens, learned=learned, branches=count)
 
     def longest_in_batch(self, rows: int) -> int:
         """Tokens per row to expect of the longest among thousands of micro-batches of `rows` rows."""
-        return math.ceil(min(self.longest, self.mean + 4 * self.spread / math.sqrt(rows)))
+        return math.ceil(min(self.longest, self.mean + 4 * self.std / math.sqrt(rows)))
 
     def learned_of(self, tokens: int) -> int:
         """The number of tokens of a row that are learned, at least one; the first never is."""

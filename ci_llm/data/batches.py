@@ -34,14 +34,14 @@ class Batch:
         target_rows: int64 [S], the row (0..B-1) each target belongs to.
         last_tokens: int64 [B], the packed position of each row's last token.
         sample_ids: the dataset rows, B ints; of pairs B / 2, as each has two rows, chosen before rejected.
-        target_counts: B ints, the targets of each row; of `Unit`s, as all that follows.
-        answered: bool [S], whether a target belongs to the answer of its row.
-        labels: fp64, for each of `sample_ids`; see `Unit.label`.
-        shared: B ints, the tokens at the beginning of each row that are those of the row before it, of the same unit;
-            fewer than either has. A pass may compute them once. Empty: none are.
-        advantages: fp64 [B], of completions that an agent has drawn; None for other rows.
-        weights: fp64 [B], the weight of the loss of each of their tokens; 0 where none is learned.
-        counted: what they add to the number that divides the sum of these losses.
+        target_counts: only for units: B ints, the targets of each row.
+        answered: only for units: bool [S], whether a target belongs to the answer of its row.
+        labels: only for units: fp64, for each of `sample_ids`; see `Unit.label`.
+        shared: only for units: B ints, how many tokens at the beginning of a row are those of the row before it, which
+            has the same prompt; fewer than either row has. A pass may compute them once. Empty: none are.
+        advantages: only for completions that an agent has drawn: fp64 [B].
+        weights: only for completions: fp64 [B], the weight of the loss of each token; 0 where none is learned.
+        counted: only for completions: what they add to the number that divides the sum of these losses.
     """
 
     input_ids: Tensor
@@ -114,7 +114,7 @@ def num_units(micro_batch: MicroBatch) -> int:
     return max(own.batch.num_units for own in micro_batch)
 
 
-def of_agents(micro_batches: Sequence[MicroBatch], places: Sequence[int]) -> list[MicroBatch]:
+def select_agents(micro_batches: Sequence[MicroBatch], places: Sequence[int]) -> list[MicroBatch]:
     """The micro-batches of the agents at these places alone, which stand in this order from now on."""
     found = []
     for micro_batch in micro_batches:
@@ -186,10 +186,11 @@ def without_repeats(batch: Batch) -> tuple[Tensor, Tensor, tuple[int, ...], tupl
         bounds of the new rows, as `Batch.bounds`; and for each new row, how many rows back its prompt lies, whose keys
         it also reads; 0 for a whole row.
     """
-    left, places, bounds, rows_back, first = list[Any](), list[Any](), [0], list[int](), 0
-    for (start, end), shared, next_shared in zip(
-        pairwise(batch.bounds), batch.shared, (*batch.shared[1:], 0), strict=True
-    ):
+    left, places = list[Any](), list[Any]()
+    bounds, rows_back = [0], list[int]()
+    first = 0
+    shared_by_next = (*batch.shared[1:], 0)
+    for (start, end), shared, next_shared in zip(pairwise(batch.bounds), batch.shared, shared_by_next, strict=True):
         size = bounds[-1]
         first = first if shared else size
         left.append(np.arange(start + shared, end))

@@ -37,7 +37,7 @@ _MARKS: Final = ("weight", "train", "training", "loss", "loss_weight")
 _SAYS: Final[Mapping[Any, bool]] = dict.fromkeys((1, "1", "1.0", "true"), True) | dict.fromkeys(
     (0, "0", "0.0", "false"), False
 )
-#: Names of what may be a mark as well, of parts of an answer perhaps.
+#: Names of other keys that may be such a mark, perhaps for a part of an answer.
 _LIKE_MARKS: Final = re.compile("train|loss|learn|weight|mask|ignore", re.IGNORECASE)
 #: Keys of an answer that may be false, and mark nothing: of prompts that an API continues, and of WildChat.
 _NO_MARKS: Final = ("prefix", "partial", "redacted", "toxic")
@@ -93,6 +93,8 @@ def numbers_of(value: Any) -> list[int] | None:
 def messages_of(value: Any) -> tuple[Message, ...]:
     """A cell as messages: a list of them, or the JSON of one."""
     value = from_json(value)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        raise ValueError(f"expected a list of messages, found a text that is not JSON: {value[:60]}")
     if value is not None and not isinstance(value, list):
         raise ValueError(f"expected a list of messages, found {type(value).__name__}")
     return tuple(_message(message) for message in value or ())
@@ -117,6 +119,8 @@ def _message(raw: Any) -> Message:
     calls = raw.get("tool_calls") or ([raw["function_call"]] if raw.get("function_call") else [])
     if role in _CALLERS:
         calls, content = content, None
+    if content is None and not calls and "text" in raw:
+        raise ValueError("a message has text in place of content, which no chat template reads; call it content")
     kind = ROLES.get(role.lower(), role)
     others = sorted(set(raw) - _READ)  # sorted: the same row in another file has the same fingerprint
     more = {key: raw[key] for key in others if isinstance(raw[key], str | int | float)}

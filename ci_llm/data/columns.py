@@ -135,7 +135,8 @@ def _read_preference(row: RawRow) -> Row | None:
     if said[0][0].role == "assistant" and given:
         if given[-1].role == "assistant":
             raise ValueError("the prompt ends with an answer, and chosen and rejected are others to the turn before")
-        begin, said = len(given), [(*given, *each) for each in said]
+        begin = len(given)
+        said = [(*given, *each) for each in said]
     else:
         differ = [first != second for first, second in zip(*said, strict=False)]
         begin = differ.index(True) if True in differ else len(differ)
@@ -177,16 +178,32 @@ def _read_rated(row: RawRow) -> Row | None:
 
 
 def _read_labelled(row: RawRow) -> Row | None:
-    text, label, tools = row["text"], row["label"], tools_of(row.get("tools"))
-    if tools and not isinstance(text, list):
-        raise ValueError("tools stand beside a text, which no chat template touches; give it as messages")
-    found = Chat(messages_of(text), tools=tools) if isinstance(text, list) else Completion(None, text_of(text))
-    said = found.messages if isinstance(found, Chat) else found.completion.strip()
-    if not said or label is None or label == "" or label != label:
+    found, label = _read_unlabelled(row), row["label"]
+    if found is None or label is None or label == "" or label != label:
         return None
     if not isinstance(label, str | int | float):
         raise ValueError(f"expected one label, found {str(label)[:60]}")
     return Labelled(found, label)
+
+
+def _read_unlabelled(row: RawRow) -> Chat | Completion | None:
+    """A text, or a chat of whatever turns; None for an empty one."""
+    text, tools = row["text"], tools_of(row.get("tools"))
+    if isinstance(text, list):
+        return Chat(turns, tools=tools) if (turns := messages_of(text)) else None
+    if tools:
+        raise ValueError("tools stand beside a text, which no chat template touches; give it as messages")
+    return Completion(None, text_of(text)) if text_of(text).strip() else None
+
+
+def _read_answered(row: RawRow) -> Chat | None:
+    """A prompt and the one answer that is scored, as a chat that ends with it; the prompt may be the answer's turns."""
+    turns = (*_asked(row), *_said(row["answer"]))
+    if len(turns) < 2:
+        return None
+    if turns[-1] != Message("assistant", turns[-1].content):
+        raise ValueError("what is scored is a text of the assistant, and the last message is something else")
+    return Chat(turns, tools=tools_of(row.get("tools")))
 
 
 def _read_prompted(row: RawRow) -> Row | None:
@@ -358,8 +375,11 @@ ASKED: Final = (
 )
 #: How what is scored is read: a text or messages, or a prompt and its answer.
 SCORED: Final = (
-    _Dialect(_read_text, "text=text|sentence|messages"),
-    _Dialect(_read_pair, "prompt=prompt|question|instruction answer=completion|answer|response|output|chosen"),
+    _Dialect(_read_unlabelled, "text=text|sentence|messages tools?"),
+    _Dialect(
+        _read_answered,
+        f"prompt=prompt|question|instruction? answer=completion|answer|response|output|chosen {_PARTS}",
+    ),
 )
 
 #: Of rows that are not answers to learn: what they are, the columns they have, and the keys that name others.
@@ -385,7 +405,7 @@ _JUDGED: Final[Mapping[RowKind, tuple[str, str, str]]] = {
         "prompt_column= names another one",
     ),
 }
-#: Columns, in lower case, of rows that no form has in full: without the last of them other things would be learned.
+#: Columns, in lower case, of rows that no form reads in full: without the last of them, other things would be learned.
 _HALF_READ: Final = (
     *((name, _JUDGED["pairs"][0]) for name in ("preferred_output", "rejected_response", "rejected_messages")),
     ("kto_tag", _JUDGED["rated"][0]),
@@ -434,8 +454,7 @@ def form_of_columns(
     for part, name in named.items():
         if plain(name) not in map(plain, columns):
             what = f"The data set has no column {name!r}; it has: {shown(columns)}."
-            key = "answer_column" if part == "label" else f"{part}_column"
-            raise DataError(what, where=f"{where}, {key}: {name}", hint=f"set {key} to one of them")
+            raise DataError(what, where=f"{where}, {_key(part)}: {name}", hint=f"set {_key(part)} to one of them")
     # Columns that are named in their own case come first: of `Text` and `text` the named one is meant.
     preferred = sorted(columns, key=lambda column: column not in named.values())
     known = {part: (plain(name),) for part, name in named.items()}
@@ -453,10 +472,20 @@ def form_of_columns(
     return replace(form, beside=tuple(name for name in columns if plain(name) in _OF_PROMPTS and name not in read))
 
 
+def _key(part: str) -> str:
+    """The key of the configuration that names the column of a part."""
+    return "answer_column" if part == "label" else f"{part}_column"
+
+
 def _judged_form(columns: Sequence[str], known: Names, where: str, wanted: RowKind) -> Form:
     """The form of pairs, rated or labelled rows, whose prompt, text or label may be named."""
-    form, (_, wants, way) = find_form(columns, wanted, known), _JUDGED[wanted]
+    form = find_form(columns, wanted, known)
+    _, wants, way = _JUDGED[wanted]
     has_pictures = any(plain(name) in ("image", "images") for name in columns)
+    if form is None and not has_pictures and find_form(columns, wanted) is not None:
+        named = " and ".join(_key(part) for part in known)
+        what = f"The objective takes {wants}, which the data set has, and {named} would name other columns."
+        raise DataError(what, where=where, hint=f"leave {named} out")
     if form is None or has_pictures:
         raise DataError(
             f"The objective takes {wants}, and the data set has: {shown(columns)}.",
@@ -485,7 +514,8 @@ def _named_form(columns: Sequence[str], known: Names, where: str) -> Form:
 
 def _found_form(columns: Sequence[str], where: str, wanted: RowKind | None) -> Form:
     """The form of columns of which none is named."""
-    form, by_name = find_form(columns, None), {plain(column): column for column in columns}
+    form = find_form(columns, None)
+    by_name = {plain(column): column for column in columns}
     if form is not None and form.kind != "single":
         if wanted is None:
             return form
@@ -522,4 +552,4 @@ def _advice(columns: Sequence[str], where: str) -> str:
 def shown(columns: Sequence[str]) -> str:
     """The names of columns; of an object whose keys are rows, the first ones."""
     more = f", ... ({len(columns)} in all)" if len(columns) > 20 else ""
-    return ", ".join(columns[:20]) + more
+    return (", ".join(columns[:20]) or "none") + more

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Labelled, Prompted, Row, SingleRow, Tokens
+from ci_llm.data.rows import NOT_LEARNED, Chat, Completion, Labelled, Pair, Prompted, Rated, Row, SingleRow, Tokens
 from ci_llm.data.turns import RefusedRowError, Remark, Span, Turns
 from ci_llm.errors import DataError, ModelError
 
@@ -177,8 +177,9 @@ class Encoder:
         """The template that makes this row, in words."""
         if isinstance(row, Tokens):
             return "no chat template: the rows are tokens already"
-        row = row.row if isinstance(row, Labelled | Prompted) else row
-        if isinstance(row, Completion):
+        if isinstance(row, Rated | Labelled | Prompted):
+            row = row.row
+        if isinstance(row.chosen if isinstance(row, Pair) else row, Completion):
             return "no chat template: the text as it is"
         if not self._tokenizer.chat_template:
             return "chat template: built in, as the tokenizer has none"

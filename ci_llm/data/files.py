@@ -75,11 +75,9 @@ def splits_on_hub(name: str, subset: str | None, where: str) -> dict[str, Datase
     except Exception as error:  # of the hub's client and all below it: a dropped connection is not an OSError
         if _is_of_a_disk(error):
             raise _not_kept(error, "HF_HOME", HF_HOME) from error
-        raise DataError(
-            f"The data set {name!r} cannot be loaded from the hub: {_reason(error)}.",
-            where=where,
-            hint="check the name, dataset_subset and the network, or give a file, a glob, or a folder",
-        ) from error
+        what = f"The data set {name!r} cannot be loaded from the hub: {_reason(error)}."
+        ways = "check the name, dataset_subset and the network, or give a file, a glob, or a folder"
+        raise DataError(what, where=where, hint=hint_for_missing(Path(name), ways)) from error
 
 
 def _from_folder(path: Path, unnamed: str) -> dict[str, Dataset | JsonRows]:
@@ -154,7 +152,8 @@ def _from_files(files: list[Path], where: str) -> Dataset | JsonRows:
     kind = next(iter(kinds))
     if len(kinds) > 1 or kind is None:
         names = ", ".join(sorted(kinds.values()))
-        what = f"The files are not of one kind that can be read: {names}."
+        what = f"No format of data has the ending of {names}."
+        what = f"The files are not of one kind that can be read: {names}." if len(kinds) > 1 else what
         raise DataError(what, where=where, hint=f"give {known_endings()} files, all of one kind")
     if not any(file.stat().st_size for file in files):
         raise empty(where)
@@ -226,6 +225,10 @@ _KINDS: Final = (
 )
 
 
+#: The file of rows in a folder of the cache.
+_ROWS: Final = "rows.jsonl"
+
+
 def kept_rows(given: Any, argument: str) -> str:
     """The path under which these rows are kept, for `dataset_name`; the same rows have the same path.
 
@@ -239,19 +242,17 @@ def kept_rows(given: Any, argument: str) -> str:
     given = _without_frame(given() if callable(given) else given)
     if isinstance(given, Dataset | DatasetDict):
         parts = given if isinstance(given, DatasetDict) else {"": given}
+        if not any(map(len, parts.values())):
+            raise _refused(argument, "there is no row", "give at least one row")
         content = json.dumps([[name, part._fingerprint] for name, part in parts.items()]).encode()
-        write, file, again = given.save_to_disk, "", False
-        count = sum(map(len, parts.values()))
-    elif isinstance(given, Mapping | str | bytes) or not isinstance(given, Iterable):
+        return str(_kept(content, given.save_to_disk))
+    if isinstance(given, Mapping | str | bytes) or not isinstance(given, Iterable):
         raise _refused(argument, f"its type is {type(given).__name__}", _KINDS)
-    else:
-        lines = [*_lines(given, argument)]
-        content, count, again = b"".join(lines), len(lines), iter(given) is given
-        write, file = lambda folder: (folder / "rows.jsonl").write_bytes(content), "rows.jsonl"
-    if not count:
+    content = b"".join(_lines(given, argument))
+    if not content:
         once = "a generator gives its rows once: give the function that makes it, or a list"
-        raise _refused(argument, "there is no row", once if again else "give at least one row")
-    return str(_kept(xxhash.xxh3_128_hexdigest(content), write) / file)
+        raise _refused(argument, "there is no row", once if iter(given) is given else "give at least one row")
+    return str(_kept(content, lambda folder: (folder / _ROWS).write_bytes(content)) / _ROWS)
 
 
 def _without_frame(given: Any) -> Any:
@@ -280,9 +281,9 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value.isoformat()
 
 
-def _kept(digest: str, write: Callable[[Path], object]) -> Path:
-    """The folder of this digest, written if it is missing; of several processes one writes."""
-    folder = cache_folder("rows") / digest
+def _kept(content: bytes, write: Callable[[Path], object]) -> Path:
+    """The folder of the digest of this content, written if it is missing; of several processes one writes."""
+    folder = cache_folder("rows") / xxhash.xxh3_128_hexdigest(content)
     try:
         make_folders(folder.parent)
         with locked(folder.parent / "lock", create=True, required=False), _quiet():

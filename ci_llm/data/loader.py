@@ -38,7 +38,7 @@ class Place(NamedTuple):
 class StepSampler(BatchSampler):
     """The places of all micro-batches: step by step, micro-step by micro-step, one for every process.
 
-    Accelerate gives process p every item number p of as many as there are processes. A place may have no row.
+    Of each `num_processes` items in a row, Accelerate gives item p to process p. A place may have no row.
 
     Attributes:
         batch_size, drop_last: what Accelerate asks of a sampler: sizes differ, and no item is without its peers.

@@ -21,7 +21,7 @@ import numpy as np
 
 from ci_llm.data.cells import is_unicode, messages_of, tools_of
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE, Encoder, Example, chat_template
-from ci_llm.data.rows import Chat, Completion, Message, Prompted, PromptForm, RawRow, Rows, kept
+from ci_llm.data.rows import Chat, Completion, Form, Message, PromptForm, RawRow, Rows, kept
 from ci_llm.data.turns import CALL, RefusedRowError
 from ci_llm.data.units import branches_of
 from ci_llm.errors import DataError
@@ -280,7 +280,8 @@ def prompts_of_file(path: Path, of_rows: ReadRows | None = None) -> list[Any]:
         if find_format(path) is not None:
             from ci_llm.data.sources import open_splits
 
-            read, splits = of_rows or prompts_of_rows, open_splits(str(path), None, "train", "--file").values()
+            read = of_rows or prompts_of_rows
+            splits = open_splits(str(path), None, "train", "--file").values()
             each = (read([kept(rows, row) for row in rows], rows.column_names, str(path)) for rows in splits)
             return [*chain.from_iterable(each)]
     return prompts_of_lines(_text(path).split("\n"), str(path), of_rows)
@@ -312,7 +313,7 @@ def prompts_of_lines(lines: Iterable[str], where: str, of_rows: ReadRows | None 
     return list((of_rows or prompts_of_rows)(found, list(dict.fromkeys(chain.from_iterable(found))), where))
 
 
-def texts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) -> list[Prompt | tuple[Any, str]]:
+def texts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) -> list[Prompt | tuple[Prompt, str]]:
     """The text or the messages of each row; or of each its prompt and its answer.
 
     Raises:
@@ -326,14 +327,8 @@ def texts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) ->
             where=where,
             hint="name the column text or messages, or two columns prompt and completion",
         )
-    texts: list[Prompt | tuple[Any, str]] = []
-    for number, row in enumerate(rows):
-        text, *answer = (row.get(column) for column in form.columns.values())
-        if not all((text, *answer)):
-            hint = "leave it out, or write one"
-            raise DataError("a row has no text", where=f"{where}, row {number} (counted from 0)", hint=hint)
-        texts.append((text, str(answer[0])) if answer else text)  # type: ignore[arg-type]
-    return texts
+    found = _read_rows(form, rows, where, "text")
+    return [*map(_written if "text" in form.columns else _with_answer, found)]
 
 
 def prompts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) -> list[Prompt]:
@@ -347,27 +342,43 @@ def prompts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) 
     if (form := first_form(ASKED, columns)) is None:
         what = f"No column holds a prompt; the columns are: {', '.join(columns)}."
         raise DataError(what, where=where, hint="name the column prompt, question, instruction, text or messages")
-    prompts = list[Prompt]()
+    return [_typed(found.row) for found in _read_rows(form, rows, where, "prompt")]
+
+
+def _read_rows(form: Form, rows: Sequence[RawRow], where: str, what: str) -> Iterator[Any]:
+    """The rows as this form reads them.
+
+    Args:
+        what: what each row has.
+    """
     for number, row in enumerate(rows):
         place = f"{where}, row {number} (counted from 0)"
         try:
             found = form.reader({part: row.get(column) for part, column in form.columns.items()})
         except ValueError as error:
             raise DataError(f"a row cannot be read: {error}", where=place, hint="repair it") from error
-        if not isinstance(found, Prompted):
-            raise DataError("a row has no prompt", where=place, hint="leave it out, or write one")
-        prompts.append(_worded(found.row))
-    return prompts
+        if found is None:
+            raise DataError(f"a row has no {what}", where=place, hint="leave it out, or write one")
+        yield found
 
 
-def _worded(row: Chat | Completion) -> Prompt:
-    """The prompt as somebody types it: a single message of a user is a text."""
+def _written(row: Chat | Completion) -> Prompt:
+    """A text, or a chat as its messages."""
     if isinstance(row, Completion):
         return row.completion
     turns = [message.as_turn() for message in row.messages]
-    if row.tools:
-        return {"messages": turns, "tools": [*row.tools]}
-    return row.messages[0].content if [turn["role"] for turn in turns] == ["user"] else turns
+    return {"messages": turns, "tools": [*row.tools]} if row.tools else turns
+
+
+def _typed(row: Chat | Completion) -> Prompt:
+    """A prompt as somebody types it: a single message of a user is a text."""
+    alone = isinstance(row, Chat) and not row.tools and [message.role for message in row.messages] == ["user"]
+    return row.messages[0].content if alone else _written(row)  # type: ignore[union-attr]
+
+
+def _with_answer(row: Chat) -> tuple[Prompt, str]:
+    """The prompt of a chat, and the answer that it ends with."""
+    return _typed(replace(row, messages=row.messages[:-1])), row.messages[-1].content
 
 
 def _object(text: str) -> Mapping[str, Any] | None:

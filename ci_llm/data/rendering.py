@@ -34,7 +34,7 @@ _CALLS: Final = 0xE100
 #: What templates look for in a text, which stays as it is.
 _TAG: Final = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")
 _WORD: Final = re.compile(r"\w")
-#: Strings of so many characters are messages of a template, and not what it looks for.
+#: Strings of this many characters are messages of a template, and not what it looks for.
 _LONG: Final = 40
 #: The keys of thoughts, by the templates that read them.
 _OF_THOUGHTS: Final = ("reasoning_content", "thinking", "reasoning")
@@ -211,7 +211,10 @@ def _note(at: Any, name: str, loop: int, item: str = "") -> Any:
 
 def _read(noted: str) -> Rendering:
     """Take the notes out of a text."""
-    runs, parts, speakers, generated, at = list[Run](), list[str](), list[tuple[int, int]](), False, 0
+    runs, parts = list[Run](), list[str]()
+    speakers = list[tuple[int, int]]()
+    generated = False
+    at = 0
     for number, part in enumerate(noted.split(_NOTE)):
         if number % 2 == 0:
             if part:

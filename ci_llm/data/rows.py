@@ -237,7 +237,7 @@ class Form:
         columns: the column of the data for each part that `reader` knows.
         reader: makes the canonical row of the parts; returns None for a row in which there is nothing to learn,
             and raises ValueError for a bad one.
-        beside: columns of a prompt, whose text has to be in what is read of the others.
+        beside: columns of a prompt that are not read: their text has to stand in one that is.
     """
 
     name: str

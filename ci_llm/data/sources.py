@@ -73,7 +73,7 @@ def is_on_hub(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _MixedRows(Rows):
+class _ConcatenatedRows(Rows):
     """The rows of several data sets, one after the other, each read by its own data set.
 
     Attributes:
@@ -120,11 +120,13 @@ class _MixedRows(Rows):
 
 
 def join(parts: Sequence[Rows]) -> Rows:
-    """Several data sets as one, in the order of `parts`, with every row of each.
+    """One data set, or several as one, in the order of `parts`, with every row of each.
 
     Raises:
         DataError: the data sets hold rows of different kinds.
     """
+    if len(parts) == 1:
+        return parts[0]
     where = ", ".join(part.where for part in parts)
     if len({part.form.kind for part in parts}) > 1:
         raise DataError(
@@ -135,13 +137,13 @@ def join(parts: Sequence[Rows]) -> Rows:
     told = f"{sum(map(len, parts))} rows of {len(parts)} data sets, one after the other"
     lines = (told, *(line for part in parts for line in part.description))
     are_of_test = any(part.are_of_test for part in parts)
-    rows = _MixedRows((*parts,), parts[0].form, where, lines, are_of_test=are_of_test)
+    rows = _ConcatenatedRows((*parts,), parts[0].form, where, lines, are_of_test=are_of_test)
     return rows.evaluated_although_trained_on(sum(part.num_trained_on for part in parts))
 
 
 def joined_sizes(rows: Rows) -> list[int]:
     """The number of rows of each data set in what `join` returned; one number for other rows."""
-    return [*map(len, rows.raw)] if isinstance(rows, _MixedRows) else [len(rows)]
+    return [*map(len, rows.raw)] if isinstance(rows, _ConcatenatedRows) else [len(rows)]
 
 
 #: Without a split to evaluate on, a tenth of the rows is held out, at most this many. The number must not depend on
@@ -169,12 +171,12 @@ def load_rows(config: Config, split: Part) -> Rows:
     """
     each = load_rows_of_each(config, split)
     if split == "train":
-        return _joined([*{id(rows): rows for rows in each}.values()])
+        return join([*{id(rows): rows for rows in each}.values()])
     sets: dict[Hashable, Rows] = {}  # agents with other parts of one data set are evaluated on the same rows
     for own, rows in zip(config.evaluated_on, each, strict=True):
         if own not in sets or rows.num_trained_on > sets[own].num_trained_on:  # of equal ones the most trained on
             sets[own] = rows
-    return _joined([*sets.values()])
+    return join([*sets.values()])
 
 
 def load_rows_of_each(config: Config, split: Part) -> list[Rows]:
@@ -187,7 +189,7 @@ def load_rows_of_each(config: Config, split: Part) -> list[Rows]:
     """
     if split != "train" and config.eval_dataset_names:
         names = config.eval_dataset_names
-        found = _joined([_DataSet.opened(config, name, "eval_dataset_name").validation() for name in names])
+        found = join([_DataSet.opened(config, name, "eval_dataset_name").validation() for name in names])
         return [replace(found, are_answers=_are_answers(config, split))] * config.num_agents
     known: dict[Hashable, Rows] = {}
     each = [(tuple(getattr(own, key) for key in ROWS_KEYS), own) for own in config.rows_of_each]
@@ -201,12 +203,8 @@ def _rows_of(config: Config, split: Part) -> Rows:
     """The rows of a configuration without own data sets of agents."""
     opened = [_DataSet.opened(config, name) for name in config.dataset_names]
     if split == "train":
-        return _joined([each.training() for each in opened])
-    return replace(_joined([each.evaluation() for each in opened]), are_answers=_are_answers(config, split))
-
-
-def _joined(parts: Sequence[Rows]) -> Rows:
-    return parts[0] if len(parts) == 1 else join(parts)
+        return join([each.training() for each in opened])
+    return replace(join([each.evaluation() for each in opened]), are_answers=_are_answers(config, split))
 
 
 def recognised(
@@ -226,15 +224,8 @@ def recognised(
         wanted: see `form_of_columns`.
 
     Raises:
-        DataError: it is a stream, it is empty, or no column can be used.
+        DataError: it is empty, or no column can be used.
     """
-    if not hasattr(data, "__len__"):
-        raise DataError(
-            "A streaming data set cannot be trained on: which rows come next depends on shards and a shuffle "
-            "buffer, so an interrupted run could not resume exactly.",
-            where=where,
-            hint="load it without streaming=True",
-        )
     if not len(data):
         raise empty(where)
     form = form_of_columns(data.column_names, named or {}, where, wanted)
@@ -261,7 +252,8 @@ class _DataSet:
 
     def training(self) -> Rows:
         """The rows to train on."""
-        config, name, rows = self.config, self.name, self._split(self.config.dataset_split, "dataset_split")
+        config, name = self.config, self.name
+        rows = self._split(config.dataset_split, "dataset_split")
         held_out = self._held_out()
         left_out = set(held_out)
         kept = array("q", (row for row in range(len(rows)) if row not in left_out))
@@ -279,7 +271,8 @@ class _DataSet:
 
     def evaluation(self) -> Rows:
         """The rows to evaluate on where this data set is also trained on: a split, or the held-out rows."""
-        training, rows = self.config.dataset_split, self._split(self.config.dataset_split, "dataset_split")
+        training = self.config.dataset_split
+        rows = self._split(training, "dataset_split")
         if held_out := self._held_out():
             return self._selected(rows, f"{self._where(training)}, held out", *self._at_most(held_out))
         split = self._eval_split or training
@@ -351,18 +344,18 @@ class _DataSet:
 
     def _taken(self, total: int, count: int) -> list[int]:
         """`count` different rows out of `total`, in order. Files are often sorted, or alike in every tenth row."""
-        if self._is_spread:
+        if self._evenly:
             return [number * total // count for number in range(count)]
         return sorted(permute(at, total, seed=self.config.seed, epoch=_DRAW) for at in range(count))
 
     @property
-    def _is_spread(self) -> bool:
+    def _evenly(self) -> bool:
         """True if rows are taken evenly: the embedded ones, which have no order that could repeat."""
         return self.name == "embedded"
 
     @property
     def _how(self) -> str:
-        return "evenly spread" if self._is_spread else f"drawn by seed {self.config.seed}"
+        return "evenly spread" if self._evenly else f"drawn by seed {self.config.seed}"
 
     def _where(self, split: str) -> str:
         return f"{self.name}, split {split}"

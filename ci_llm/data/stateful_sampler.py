@@ -88,7 +88,7 @@ class StatefulSampler(Sampler[int]):
 
         Args:
             loader: a `DataLoader` with this sampler.
-            epochs: end after so many, those before a resume included; None: never.
+            epochs: end after this many, those before a resume included; None: never.
 
         Raises:
             ConfigError: the loader has another sampler, or was prepared by Accelerate, which deals batches to

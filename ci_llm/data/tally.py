@@ -60,7 +60,11 @@ class Tally:
 
     def kept(self, rows: Rows, encoder: Encoder) -> Iterator[tuple[int, Example]]:
         """The rows in which there is something to learn, cut, with their numbers."""
-        kind = "text" if "text" in rows.form.columns and rows.form.kind == "single" else rows.form.kind
+        kind: str = rows.form.kind
+        if kind == "single" and "text" in rows.form.columns:
+            kind = "text"
+        elif kind == "rated" and rows.are_answers:
+            kind = "good"
         self.lacking = _LACKING.get(kind, self.lacking)
         every = counted(encoded(rows, encoder), "tokenise", len(rows), "rows")
         for number, (row, wholes) in enumerate(every):
@@ -236,6 +240,7 @@ _HIDDEN: Final[tuple[Remark, ...]] = ("thoughts", "system message", "description
 _LACKING: Final = {
     "text": "empty",
     "pairs": "without two different answers",
+    "good": "without a good answer",
     "labelled": "without a text or a label",
     "prompts": "without a prompt",
 }
@@ -249,14 +254,15 @@ def _part(whole: Example, start: int, end: int) -> Example:
 
 
 def _refusal(error: RefusedRowError, row: Row | None, where: str) -> DataError:
+    why = str(error).rstrip(".")
     if not isinstance(row, Chat):
         return DataError(
-            f"This row cannot be used: {error}.",
+            f"This row cannot be used: {why}.",
             where=where,
             hint="tokenise the rows with the tokenizer of this base, or give them as text",
         )
     return DataError(
-        f"The chat template cannot be used for this row: {error}.",
+        f"The chat template cannot be used for this row: {why}.",
         where=where,
         hint="repair the row, choose another chat_template, or mark what the assistant says with {% generation %}",
     )
@@ -280,7 +286,8 @@ def encoded(rows: Rows, encoder: Encoder) -> Iterator[tuple[Row | None, Encoded]
     if len(rows) < MANY or cores < 4 or multiprocessing.current_process().daemon:
         yield from ((row, _encoded(encoder, row)) for row in rows)
         return
-    each, fork = iter(rows), multiprocessing.get_context("fork")  # a fork has the encoder, which cannot be sent
+    each = iter(rows)
+    fork = multiprocessing.get_context("fork")  # a fork has the encoder, which cannot be sent
     try:
         with ProcessPoolExecutor(cores - 1, fork, _begin, (encoder,)) as pool:  # one reads and writes
             while part := [*islice(each, 16 * SENT * cores)]:

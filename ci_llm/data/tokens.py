@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 #: Raise it when the same rows and tokenizer give other tokens than before, or the file says other things about them:
 #: old files are then not found.
-FORMAT = 12
+FORMAT = 13
 SCHEMA = pa.schema(
     [
         ("input_ids", pa.list_(pa.int32())),
@@ -101,7 +101,7 @@ class TokenizedRows:
         """Example `number`.
 
         Raises:
-            IndexError: there are not so many.
+            IndexError: there is no such row.
             DataError: it is not what was written. The file is removed then.
         """
         row, columns = range(len(self))[number], self._table

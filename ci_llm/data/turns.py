@@ -84,14 +84,18 @@ class Turns:
             RefusedRowError: the template fails, or leaves something out.
         """
         view = self._view(chat)
-        whole, answers, remarks = self._render(view), dict[int, Sequence[Span]](), self._require_shown(view)
+        whole = self._render(view)
+        kind = self._kind(view)
+        remarks = self._require_shown(view, kind)
+        answers = dict[int, Sequence[Span]]()
         text, prompt = whole.text, None
         for number, message in enumerate(chat.messages):
             if message.role != "assistant":
                 continue
-            start, is_last = _start(whole, number), number == len(chat.messages) - 1
+            start = _start(whole, number)
+            is_last = number == len(chat.messages) - 1
             after_tool = number > 0 and chat.messages[number - 1].role == "tool"
-            asked = self._asked(view, whole, start) if is_last else self._usual[after_tool]
+            asked = self._asked(kind, view, whole.text[:start]) if is_last else self._usual[after_tool]
             asked, shared = self._header(asked, text[start:])
             begin = start + shared
             if is_last:
@@ -125,7 +129,7 @@ class Turns:
         return whole.text[:start] + (asked if thinks is None else asked[:shared])
 
     def _end(self, message: Message, text: str, span: Span, *, is_last: bool) -> tuple[int, str]:
-        """Where the turn ends that this part of the text ends, and what the template leaves out of the end.
+        """The end of the turn whose last part this is, and what the template leaves out there.
 
         The end of a turn may be a special token at its end, or one that belongs to the next turn, as in GLM.
         """
@@ -177,11 +181,10 @@ class Turns:
         shared, as_usual = _shared(asked, written), _shared(usual, written)
         return (usual, as_usual) if as_usual > shared else (asked, shared)
 
-    def _asked(self, view: View, whole: Rendering, start: int) -> str:
+    def _asked(self, kind: int, view: View, given: str) -> str:
         """What the template adds for generation to the messages before the last one; chats alike are proved once."""
-        kind = self._kind(view)
         if kind not in self._asks:
-            self._asks[kind] = self._proved(view, whole.text[:start])
+            self._asks[kind] = self._proved(view, given)
         return self._asks[kind]
 
     def _proved(self, view: View, given: str) -> str:
@@ -201,13 +204,12 @@ class Turns:
             f"(prompt ends {asked.text[-40:]!r})"
         )
 
-    def _require_shown(self, view: View) -> tuple[Remark, ...]:
-        """What the template leaves out of chats like this one; they are looked at once.
+    def _require_shown(self, view: View, kind: int) -> tuple[Remark, ...]:
+        """What the template leaves out of chats of this kind; they are looked at once.
 
         Raises:
             RefusedRowError: an answer, a call or a result: it would teach answers to what it leaves out, or empty ones.
         """
-        kind = self._kind(view)
         if kind not in self._known:
             self._known[kind] = self._left_out(masked(view))
         return self._known[kind]
@@ -283,7 +285,8 @@ class Turns:
         """True if the template shows a small chat in this way, and not as it is."""
         for options, wanted in ({}, False), (how, True):
             with suppress(RefusedRowError):
-                self._require_shown(self._seen(probe, **options))
+                seen = self._seen(probe, **options)
+                self._require_shown(seen, self._kind(seen))
                 return wanted
         return False
 

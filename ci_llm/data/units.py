@@ -56,7 +56,10 @@ class Unit(Example):
 
     @property
     def shared(self) -> list[int]:
-        """Tokens with which all branches begin, at each but the first; every branch has one more at least. 0: few."""
+        """For each branch how many tokens at its beginning are those of all branches; 0 for the first, and if few.
+
+        Every branch has at least one token more.
+        """
         first, *others = (branch.input_ids for branch in self.branches)
         most = min(len(ids) for ids in (first, *others)) - 1
         alike = np.logical_and.reduce([first[:most] == ids[:most] for ids in others])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from ci_llm._version import __version__
 from ci_llm.config import Config, groups
-from ci_llm.config.config import FOLLOWED
+from ci_llm.config.auto import FOLLOWED
 from ci_llm.config.yaml_file import dump_value
 from ci_llm.core.durable import write_bytes
 from ci_llm.core.measures import METRICS, Measures

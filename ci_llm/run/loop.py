@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from ci_llm.data.batches import MicroBatch, of_agents
+from ci_llm.data.batches import MicroBatch, select_agents
 from ci_llm.data.loader import any_number_of_workers, loader_of
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.run.agreement import agree_on_gradients
@@ -93,7 +93,7 @@ def steps(trainer: Trainer) -> Batches:
 
     def of_step(step: int) -> tuple[int, list[MicroBatch]]:
         dealt = [batch for batch in islice(batches, sampler.micro_steps(step)) if batch]
-        return step, of_agents(dealt, [numbers.index(number) for number in trainer.state.numbers])
+        return step, select_agents(dealt, [numbers.index(number) for number in trainer.state.numbers])
 
     # One at a time, when it is asked for: the crowd may change between two steps.
     return map(of_step, range(step, trainer.total_steps))

@@ -246,7 +246,7 @@ def build(
     loaded = loaded or loading.load(config, processes, before.max_seq_length if before else None, given)
     loaded = loaded.for_agents(config.num_agents)
     base, rows = loaded.base, loaded.rows
-    config = config.model_copy(update=loaded.settled)
+    config = config.with_settled(loaded.settled)
     for line in config.told_auto():
         logger.info(f"auto      {line}")
     config = settle(config, rows, processes, given and given.model.config)

@@ -19,6 +19,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import open_folder
 from ci_llm.cluster.launch import Launch, exit_code_after_stop
 from ci_llm.config import Config, as_typed
+from ci_llm.config.auto import AUTO, stands_for
 from ci_llm.config.own_keys import NAME
 from ci_llm.config.sweep import Choices, Space, SweepReading
 from ci_llm.core.durable import new_folder, remove_tree, write_new
@@ -37,8 +38,8 @@ from ci_llm.run.result import write_page
 from ci_llm.run.start.cost_model import USABLE, Untraceable, lengths_of, trace_longest
 from ci_llm.run.start.loading import Loaded, choice_by_test_rows, load, steps_of
 from ci_llm.run.step.callbacks import Callbacks
+from ci_llm.sweep.successive_halving import HalvingPlan, Trial, describe_boundary
 from ci_llm.sweep.sweep import Pack, Sweep, known_record, plan_of, read_record
-from ci_llm.sweep.trials import HalvingPlan, Trial, describe_boundary
 
 #: Trials of a pack where nothing can be estimated.
 CAUTIOUS: Final = 4
@@ -69,8 +70,8 @@ def trials_per_pass(
 def _that_fit(config: Config, spaces: Mapping[str, Space], loaded: Loaded, processes: Processes) -> int | None:
     """The number of the largest trials that fit beside the base in memory, as the dry run estimates; None: unknown."""
     lengths = lengths_of(config, sampled(loaded.rows))
-    shape, largest = load_architecture(config.model_name), dict(_largest(spaces))
-    alone = config.model_copy(update={"agents": (largest,), "num_agents": 1})
+    shape = load_architecture(config.model_name)
+    alone = config.model_copy(update={"agents": (dict(_largest(config, spaces)),), "num_agents": 1})
     try:
         found = trace_longest(alone, shape, processes.device, config.batch_size, lengths)
     except Untraceable:
@@ -79,19 +80,22 @@ def _that_fit(config: Config, spaces: Mapping[str, Space], loaded: Loaded, proce
     return int(USABLE * processes.free_memory() // (found.agents_bytes + found.activation_bytes))
 
 
-def _largest(spaces: Mapping[str, Space]) -> Iterator[tuple[str, Any]]:
+def _largest(config: Config, spaces: Mapping[str, Space]) -> Iterator[tuple[str, Any]]:
     """The keys that decide an adapter's size, each with the value that makes the largest adapter."""
+    known = stands_for(config)
     for key, kind in (("lora_rank", int), ("lora_dropout", float)):
         space = spaces.get(key)
-        largest = max(space.values) if isinstance(space, Choices) else space.high if space else 0
-        if largest:
-            yield key, kind(largest)
+        if isinstance(space, Choices):
+            yield key, max(known[key][0] if value == AUTO else value for value in space.values)
+        elif space:
+            yield key, kind(space.high)
 
 
 def as_one_run(reading: SweepReading, plan: HalvingPlan) -> Config:
     """A run that costs what the sweep costs: a full pack of the largest trials, for the steps of all segments."""
     steps = sum(steps * trials / plan.per_pass for trials, steps in plan.segment_steps)
-    pack = tuple({NAME: f"trial{k}", "seed": k, **dict(_largest(reading.spaces))} for k in range(plan.per_pass))
+    largest = dict(_largest(reading.config, reading.spaces))
+    pack = tuple({NAME: f"trial{k}", "seed": k, **largest} for k in range(plan.per_pass))
     changes = {"agents": pack, "num_agents": plan.per_pass, "max_train_steps": max(1, round(steps))}
     return reading.config.model_copy(update=changes)
 
@@ -261,8 +265,8 @@ class SweepRunner:
             if pack.rung and all(segment.rung < pack.rung for segment in sweep.standings.segments if segment.is_over):
                 self._say_boundary(sweep, pack.rung - 1)
             self._say(_head(pack, sweep))
-            done, first = _steps_done(sweep), sweep.standings.plan.first_step(pack.rung)
-            follow = Callbacks([_Follow(attempt.status, done - first)])
+            offset = _steps_done(sweep) - sweep.standings.plan.first_step(pack.rung)
+            follow = Callbacks([_Follow(attempt.status, offset)])
             shared: dict[str, Any] = {"sources": sources, "callbacks": follow, "loaded": loaded, "within": attempt}
             try:
                 result = run_among(processes, pack.config, self._interrupts, **shared)
@@ -294,8 +298,9 @@ class SweepRunner:
 
 def _of_rows(sweep: Sweep, trial: Trial) -> Sequence[float]:
     """The score of every row for a trial, in the segment that trained it last."""
-    found, metric = read_evaluation(sweep.segment_folder(trial.segment or 0)), sweep.standings.plan.metric
+    found = read_evaluation(sweep.segment_folder(trial.segment or 0))
     rows = (found and found.of_rows) or {}
+    metric = sweep.standings.plan.metric
     return rows["nll" if metric == "mse" else metric][trial.place]
 
 

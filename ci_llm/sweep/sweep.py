@@ -29,7 +29,8 @@ from ci_llm.core.evaluation_file import Evaluation
 from ci_llm.core.run_folder import BEGINNING, SEGMENTS, SWEEP, Recovery, parsed, read_recovery, write_recovery
 from ci_llm.core.typed_json import as_type
 from ci_llm.errors import AllTrialsFailed, BadInput, CheckpointError
-from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial, new_settings
+from ci_llm.sweep.samplers import new_settings
+from ci_llm.sweep.successive_halving import HalvingPlan, Segment, Standings, Trial
 
 FORMAT_VERSION: Final = 1
 
@@ -105,7 +106,8 @@ def _parsed_record(path: Path) -> Record:
     value = json.loads(path.read_bytes())
     if value["format_version"] != FORMAT_VERSION:
         raise ValueError(f"format version {value['format_version']}")
-    plan, segments = as_type(HalvingPlan, value["plan"]), as_type(tuple[Segment, ...], value["segments"])
+    plan = as_type(HalvingPlan, value["plan"])
+    segments = as_type(tuple[Segment, ...], value["segments"])
     standings = Standings(plan, tuple(map(_read_trial, value["trials"])), segments)
     keys, config = SweepKeys.model_validate(value["keys"]), parse_config(value["config"], str(path))
     return Record(value["spaces"], keys, config, standings, value["complete"])
@@ -137,7 +139,8 @@ def require_same_sweep(record: Record, reading: SweepReading, folder: Path) -> N
     Raises:
         BadInput: names everything that differs.
     """
-    odd, spaces = list[str](), plain_spaces(reading.spaces)
+    odd = list[str]()
+    spaces = plain_spaces(reading.spaces)
     for key in dict.fromkeys([*record.spaces, *spaces]):
         if record.spaces.get(key) != spaces.get(key):
             odd.append(f"the space of {key} was {_space_of(record.spaces, key)}, is {_space_of(spaces, key)}")

@@ -92,6 +92,20 @@ def changed(config: Config) -> dict[str, Any]:
 # The contract
 
 
+@pytest.mark.parametrize(
+    ("typed", "names"),
+    [
+        ("regex:[0-9]{1,3}", ("regex:[0-9]{1,3}",)),
+        ("[regex:[0-9]{1,3},length]", ("regex:[0-9]{1,3}", "length")),
+        ("length,regex:(yes,|no) [.,]", ("length", "regex:(yes,|no) [.,]")),
+        ("length, regex:[0-4]", ("length", "regex:[0-4]")),
+        ("regex:[(],length", ("regex:[(]", "length")),  # brackets that do not match
+    ],
+)
+def test_a_comma_in_brackets_separates_no_rewards(typed: str, names: tuple[str, ...]) -> None:
+    assert load_config(None, ["objective=grpo", f"rewards={typed}"]).rewards == names
+
+
 def test_the_contract_of_names_and_defaults() -> None:
     defaults = Config().model_dump()
     assert {key: defaults[key] for key in FIXED_DEFAULTS} == FIXED_DEFAULTS

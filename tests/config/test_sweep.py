@@ -166,6 +166,14 @@ def test_optuna_absent_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_sweep(None, ["lr=[1e-3,2e-3]"]).keys.sampler == "grid"
 
 
+def test_a_trial_that_says_auto_follows_the_objective_that_the_rows_decide() -> None:
+    reading = read_sweep(None, ["model_name=my/base", "learning_rate=[auto,1e-4]"])
+    assert reading.spaces == {"learning_rate": Choices(("auto", 1e-4))}
+    decided = reading.config.with_settled(reading.config.with_objective("dpo"))
+    trials = decided.of_trials(9, {"agents": ({"learning_rate": "auto"}, {"learning_rate": 1e-4}), "num_agents": 2})
+    assert [own["learning_rate"] for own in trials.with_settled({}).agents] == [1e-5, 1e-4]
+
+
 def test_every_key_that_agents_may_have_of_their_own_may_have_a_space_but_which_rows_they_read() -> None:
     assert {"learning_rate", "lora_rank", "seed", "lora_target_modules"} <= {*SPACE_KEYS} <= {*OWN_KEYS}
     assert not {"dataset_name", "max_train_samples"} & {*SPACE_KEYS}

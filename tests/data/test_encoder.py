@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ci_llm.data.encoder import Encoder, Example, RefusedRowError, chat_template
-from ci_llm.data.rows import Chat, Completion, Message, Tokens
+from ci_llm.data.rows import Chat, Completion, Labelled, Message, Pair, Rated, Tokens
 from ci_llm.data.tokens import tokenizer_fingerprint
 from ci_llm.errors import ModelError
 
@@ -293,7 +293,10 @@ def test_turns_without_speakers_are_noticed() -> None:
 def test_the_template_in_force_is_described() -> None:
     assert Encoder(byte_tokenizer()).describe(LONG) == "chat template: built in, as the tokenizer has none"
     assert Encoder(byte_tokenizer(CHATML)).describe(LONG) == "chat template: the tokenizer's, or that of chat_template"
-    assert Encoder(byte_tokenizer(CHATML)).describe(Completion(None, "x")).startswith("no chat template")
+    text, chat = Completion(None, "x"), talk("q", "a")
+    for row in (text, Pair(text, text), Rated(text, good=True), Labelled(text, "x")):
+        assert Encoder(byte_tokenizer(CHATML)).describe(row).startswith("no chat template")
+    assert Encoder(byte_tokenizer()).describe(Pair(chat, chat)).startswith("chat template: built in")
 
 
 def test_the_fingerprint_knows_the_tokenizer_and_not_how_it_was_last_called() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from ci_llm.data.prompts import prompts_of_file, prompts_of_lines
+from ci_llm.data.prompts import prompts_of_file, prompts_of_lines, texts_of_rows
 from ci_llm.errors import DataError
 
 CHAT = [{"role": "user", "content": "q1"}, {"role": "assistant", "content": "a1"}, {"role": "user", "content": "q2"}]
@@ -80,6 +80,49 @@ def test_tables_are_read_as_training_reads_them(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps(list(data)))
     for name in ("rows.csv", "rows.parquet", "rows.json"):
         assert prompts_of_file(tmp_path / name) == ["q1", "q2"]
+
+
+TOOLS = [{"name": "add"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"text": "Once"}, "Once"),
+        ({"text": 0}, "0"),
+        ({"sentence": 2.5}, "2.5"),
+        ({"messages": CHAT}, CHAT),
+        ({"messages": CHAT[:1]}, CHAT[:1]),
+        ({"messages": CHAT, "tools": TOOLS}, {"messages": CHAT, "tools": TOOLS}),
+        ({"prompt": "p", "completion": "c"}, ("p", "c")),
+        ({"prompt": 3, "completion": 0}, ("3", "0")),
+        ({"question": "q", "answer": "a", "context": "c"}, ("c\n\nq", "a")),
+        ({"prompt": "q1", "chosen": CHAT[1:2], "rejected": CHAT[1:2]}, ("q1", "a1")),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:2]}, ("q1", "a1")),
+        ({"prompt": CHAT, "completion": CHAT[1]}, (CHAT, "a1")),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:2], "tools": TOOLS}, ({"messages": CHAT[:1], "tools": TOOLS}, "a1")),
+        ({"chosen": CHAT[:2], "rejected": CHAT[:2]}, ("q1", "a1")),
+        ({"system": "s", "prompt": "q", "completion": "a"}, ([SYSTEM, CHAT[0] | {"content": "q"}], "a")),
+    ],
+)
+def test_a_row_to_be_scored_gives_its_text_or_its_prompt_and_its_answer(row: dict[str, Any], text: Any) -> None:
+    assert prompts_of_lines([json.dumps(row)], "here", texts_of_rows) == [text]
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"text": " "}, "a row has no text"),
+        ({"prompt": "p", "completion": None}, "a row has no text"),
+        ({"chosen": "c", "rejected": "r"}, "a row has no text"),
+        ({"prompt": "p", "completion": CHAT}, "the last message is something else"),
+        ({"prompt": "p", "completion": {"a": 1}}, "a row cannot be read: expected text"),
+        ({"height": 3}, "No column holds a text; the columns are: height"),
+    ],
+)
+def test_a_row_that_cannot_be_scored_is_named(row: dict[str, Any], what: str) -> None:
+    with pytest.raises(DataError, match=what):
+        prompts_of_lines([json.dumps(row)], "here", texts_of_rows)
 
 
 @pytest.mark.parametrize(

@@ -280,7 +280,7 @@ REFUSED: dict[str, Json] = {
 def test_a_shape_is_trained_on_with_the_right_loss_mask(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources._DataSet, "_is_spread", True)  # the first row is held out, of every shape
+    monkeypatch.setattr(sources._DataSet, "_evenly", True)  # the first row is held out, of every shape
     shape = SHAPES[name]
     (tmp_path / "data").mkdir()
     config = Config(dataset_name=shape.write(tmp_path / "data"), **shape.keys)

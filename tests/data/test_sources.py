@@ -309,7 +309,7 @@ def _numbered(count: int, path: Path) -> str:
 @pytest.fixture
 def evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of every data set are taken as those of the embedded one."""
-    monkeypatch.setattr(sources._DataSet, "_is_spread", True)
+    monkeypatch.setattr(sources._DataSet, "_evenly", True)
 
 
 def _questions(config: Config, split: Any) -> list[str | None]:

@@ -126,6 +126,9 @@ def test_named_columns(tmp_path: Path) -> None:
     assert rows_of(tmp_path, row, objective="dpo", prompt_column="ask")[0].chosen.prompt == "2 + 2?\n"
     with pytest.raises(DataError, match="The objective takes prompt, chosen and rejected"):
         rows_of(tmp_path, row, objective="dpo", answer_column="chosen")
+    with pytest.raises(DataError, match="which the data set has") as refusal:
+        rows_of(tmp_path, TEXTS, objective="dpo", prompt_column="prompt", answer_column="chosen")
+    assert refusal.value.hint == "leave prompt_column and answer_column out"
 
 
 @pytest.mark.parametrize("row", [{"prompt": "a", "chosen": "b"}, TEXTS | {"images": ["cat.png"]}])

@@ -13,7 +13,7 @@ import pytest
 from ci_llm.cli.main import main
 from ci_llm.report.page import write_report
 from ci_llm.report.scores import read_trials
-from ci_llm.sweep.trials import HalvingPlan, Standings, Trial
+from ci_llm.sweep.successive_halving import HalvingPlan, Standings, Trial
 from tests.report.folders import leave_status
 
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import ci_llm
 from ci_llm import embedded
 from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
-from ci_llm.config import Config, load_config, parse_config
+from ci_llm.config import Config, load_config, parse_config, read_call
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE
 from ci_llm.run.start import loading
 from tests.run.test_call import StopAt
@@ -100,6 +100,39 @@ def test_rates_follow_the_base_and_rows_follow_the_data(own_base: Path, tmp_path
     config = load_config(file, ["dataset_name=my.jsonl", "lora_rank=[4,auto]", "agents=[{},{learning_rate: auto}]"])
     assert [own.lora_rank for own in config.each_agent] == [4, 16]
     assert [own.learning_rate for own in config.each_agent] == [2e-4, 2e-4]
+
+
+AGENTS = [{"learning_rate": "auto", "lora_rank": "auto"}, {"learning_rate": 1e-4}]
+
+
+def rates(config: Config) -> list[float]:
+    return [own.learning_rate for own in config.each_agent]
+
+
+def test_an_agent_that_says_auto_follows_the_objective_that_the_rows_decide() -> None:
+    config = Config(model_name="my/base", agents=AGENTS)
+    assert rates(config) == [2e-4, 1e-4]
+    settled = config.with_settled(config.with_objective("dpo"))
+    assert (settled.learning_rate, rates(settled)) == (1e-5, [1e-5, 1e-4])
+    assert "auto" not in {value for own in settled.agents for value in own.values()}
+    given = Config(model_name="my/base", agents=AGENTS, learning_rate=3e-3)
+    assert rates(given.with_settled(given.with_objective("dpo"))) == [1e-5, 1e-4]
+    assert rates(read_call(config, {"objective": "grpo", "rewards": "length"}).config) == [1e-4, 1e-4]
+
+
+def test_an_agent_that_says_auto_keeps_the_values_with_which_the_run_began(own_base: Path) -> None:
+    agents = [{"learning_rate": 3e-5, "lora_rank": 4}, {"learning_rate": 1e-4}]
+    kept = Config(model_name=str(own_base), agents=AGENTS).settled_as(Config(model_name=str(own_base), agents=agents))
+    assert (rates(kept), kept.of_agent(0).lora_rank) == ([3e-5, 1e-4], 4)
+
+
+@pytest.mark.slow
+def test_an_agent_of_a_run_on_pairs_gets_the_rate_of_their_objective(own_base: Path, tmp_path: Path) -> None:
+    pairs = [{"prompt": f"Ann has {n}", "chosen": " pens", "rejected": " 7"} for n in range(12)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    keys = QUICK | {"model_name": str(own_base), "dataset_name": str(tmp_path / "pairs.jsonl"), "max_train_steps": 1}
+    keys |= {"num_agents": 1, "output_dir": tmp_path / "run", "agents": [{"learning_rate": "auto"}]}
+    assert rates(recorded(ci_llm.train(keys).folder / "final_checkpoint")) == [1e-5]
 
 
 @pytest.mark.slow

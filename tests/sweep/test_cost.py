@@ -18,7 +18,7 @@ from ci_llm.lora.layer import AdaptedLinear
 from ci_llm.run import job
 from ci_llm.run.start.loading import Loaded, load
 from ci_llm.sweep import runner
-from ci_llm.sweep.trials import HalvingPlan
+from ci_llm.sweep.successive_halving import HalvingPlan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threads_as_they_were")]
 READING = read_sweep(None, ["learning_rate=log(1e-4,1e-2)", "lora_rank=[2,64]", "max_train_samples=9", "batch_size=2"])

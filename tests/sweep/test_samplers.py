@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ci_llm.config.sweep import Choices, Range
-from ci_llm.sweep.trials import Trial, new_settings
+from ci_llm.sweep.samplers import new_settings
+from ci_llm.sweep.successive_halving import Trial
 
 SPACES = {
     "learning_rate": Range(5e-4, 1.6e-2, log=True, whole=False),

@@ -88,7 +88,7 @@ def _has_spaces_behind(file: Path, separator: str) -> bool:
 
 
 def _first_rows(file: Path, separator: str, count: int, *, spaced: bool = False) -> list[list[str]]:
-    """So many rows, the header first, [] for one that is not there; without blank lines, as pandas reads them.
+    """The first `count` rows, header first, [] for one that is not there; without blank lines, as pandas reads them.
 
     Args:
         spaced: see `_has_spaces_behind`.
@@ -148,7 +148,8 @@ def _rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             return
         lines.seek(0)
         value = _decoded(lines.read(), 1, file) if first else []
-    for number, each in enumerate(value if isinstance(value, list) else [value]):
+    listed = value if isinstance(value, list) else [value]
+    for number, each in enumerate(listed):
         yield _row({"text": each} if isinstance(each, str) else each, f"row {number} (counted from 0) of {file.name}")
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ci_llm.sweep.trials import HalvingPlan, Segment, Standings, Trial, describe_boundary
+from ci_llm.sweep.successive_halving import HalvingPlan, Segment, Standings, Trial, describe_boundary
 
 FAILED = math.nan
 

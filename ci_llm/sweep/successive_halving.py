@@ -1,7 +1,6 @@
-"""The trials of a sweep: the settings of new ones, which of them train next, and their ranking.
+"""Successive halving: which trials of a sweep train next, which are pruned as losers, and their ranking.
 
-Everything is a pure function of plain values (the spaces, the seed, the plan, the trials so far), so that a sweep can
-be resumed. Settings come from a grid, at random, or by Optuna's TPE. Successive halving decides who trains: rung r ends
+Everything is a pure function of plain values (the plan, the trials so far), so that a sweep can be resumed. Rung r ends
 at step `steps[r]`. All new trials are scored at the end of the first rung, the best share of them continues to the end
 of the next rung, and so on to the last step. The trials that train together from one rung to the next are a segment.
 
@@ -10,15 +9,12 @@ Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparamet
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
-from ci_llm.config.sweep import Choices, Range, Space
 from ci_llm.core.measures import LEAST_ROWS, METRICS, paired_interval, place_of_trial
 
 Status = Literal["running", "pruned", "failed", "completed"]
@@ -177,7 +173,8 @@ class Standings:
 
     def boundary(self, rung: int) -> tuple[Trial, Trial] | None:
         """The last trial that continues after a rung, and the first that does not; at the last rung the two best."""
-        ranked, is_last = self.ranked(rung), rung + 1 == len(self.plan.steps)
+        ranked = self.ranked(rung)
+        is_last = rung + 1 == len(self.plan.steps)
         going_on = 1 if is_last else self.plan.places(rung + 1)
         return (ranked[going_on - 1], ranked[going_on]) if len(ranked) > going_on else None
 
@@ -222,7 +219,8 @@ def describe_boundary(rung: int, ahead: Trial, behind: Trial, rows: Sequence[Seq
         ValueError: the trials were scored on different numbers of rows.
     """
     differences = [one - other for one, other in zip(*rows, strict=True)]
-    count, gap, half = len(differences), abs(fmean(differences)), paired_interval(differences) or 0.0
+    gap, half = abs(fmean(differences)), paired_interval(differences) or 0.0
+    count = len(differences)
     line = f"rung {rung + 1}, on {count} rows: trial {ahead.id} is ahead of trial {behind.id}"
     if count < LEAST_ROWS:
         key = "generation_eval_samples" if metric == "exact_match" else "eval_samples"
@@ -232,97 +230,3 @@ def describe_boundary(rung: int, ahead: Trial, behind: Trial, rows: Sequence[Seq
         return line
     more = f"; about {math.ceil(count * (half / gap) ** 2)} rows would" if gap else ""
     return f"{line}: these rows do not tell them apart{more}"
-
-
-# The settings of new trials
-
-Settings = dict[str, Any]
-#: Draws in a row that only repeat known settings, after which a space counts as exhausted.
-_REPEATS: Final = 200
-
-
-def new_settings(
-    spaces: Mapping[str, Space], sampler: str, seed: int, trials: Sequence[Trial], count: int, metric: str
-) -> list[Settings]:
-    """Settings for at most `count` new trials, none of which an earlier trial has; fewer at the end of the space.
-
-    Args:
-        sampler: grid, random or tpe.
-        seed: the seed of the sweep.
-        trials: all trials that have begun, in order.
-        metric: the metric of their scores.
-    """
-    if sampler == "grid":
-        return list(itertools.islice(_grid(spaces), len(trials), len(trials) + count))
-    draws = _tpe(spaces, seed, trials, metric) if sampler == "tpe" else _random(spaces, seed, len(trials))
-    known = [trial.settings for trial in trials]
-    found: list[Settings] = []
-    for settings in itertools.islice(draws, count + _REPEATS):
-        if len(found) == count:
-            break
-        if settings not in known and settings not in found:
-            found.append(settings)
-    return found
-
-
-def _grid(spaces: Mapping[str, Space]) -> Iterator[Settings]:
-    listed = [space.values for space in spaces.values() if isinstance(space, Choices)]
-    return (dict(zip(spaces, values, strict=True)) for values in itertools.product(*listed))
-
-
-def _random(spaces: Mapping[str, Space], seed: int, number: int) -> Iterator[Settings]:
-    draw = random.Random(f"{seed} trial {number}")
-    while True:
-        yield {key: _drawn(space, draw.random()) for key, space in spaces.items()}
-
-
-def _drawn(space: Space, share: float) -> Any:
-    return space.at(share) if isinstance(space, Range) else space.values[int(share * len(space.values))]
-
-
-def _tpe(spaces: Mapping[str, Space], seed: int, trials: Sequence[Trial], metric: str) -> Iterator[Settings]:
-    """Settings by Optuna's TPE, which is told the score of every trial at the first rung, which all have reached.
-
-    Every call makes the study again, from plain values; its seed depends on their number.
-    """
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    greater = METRICS[metric].greater
-    # A listed value is given by its number: Optuna takes plain values only, and ours may be lists of names.
-    distributions = {key: _distribution(optuna, space) for key, space in spaces.items()}
-    study = optuna.create_study(
-        direction="maximize" if greater else "minimize",
-        sampler=optuna.samplers.TPESampler(seed=(seed + len(trials)) % 2**32, constant_liar=True),
-    )
-    for trial in trials:
-        params = {key: _to_optuna(spaces[key], value) for key, value in trial.settings.items()}
-        failed = trial.failed and len(trial.scores) == 1
-        study.add_trial(
-            optuna.trial.create_trial(
-                params=params,
-                distributions=distributions,
-                value=None if failed else trial.scores[0],
-                state=optuna.trial.TrialState.FAIL if failed else optuna.trial.TrialState.COMPLETE,
-            )
-        )
-    while True:
-        asked = study.ask(distributions)
-        yield {key: _from_optuna(space, asked.params[key]) for key, space in spaces.items()}
-
-
-def _distribution(optuna: Any, space: Space) -> Any:
-    kinds = optuna.distributions
-    if isinstance(space, Choices):
-        return kinds.CategoricalDistribution(range(len(space.values)))
-    if space.whole:
-        return kinds.IntDistribution(int(space.low), int(space.high), log=space.log)
-    return kinds.FloatDistribution(space.low, space.high, log=space.log)
-
-
-def _to_optuna(space: Space, value: Any) -> Any:
-    return space.values.index(value) if isinstance(space, Choices) else value
-
-
-def _from_optuna(space: Space, value: Any) -> Any:
-    return space.values[value] if isinstance(space, Choices) else space.rounded(value)
