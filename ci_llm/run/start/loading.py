@@ -22,7 +22,7 @@ from ci_llm.config.schema import ObjectiveKeys, RewardKeys
 from ci_llm.core.quantities import count
 from ci_llm.data.agent_rows import EvaluationRows, once_each
 from ci_llm.data.encoder import Encoder, use_chat_template
-from ci_llm.data.prompts import form_of
+from ci_llm.data.prompts import form_of, tokenizer_files
 from ci_llm.data.rows import PromptForm, Rows
 from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
@@ -51,12 +51,14 @@ class Loaded:
         rows, eval_rows: the rows of every agent; agents that share a data set have one object.
         judged: pairs or rated rows to evaluate on, for every agent; empty for single rows.
         settled: the values, by the rows, of keys that said auto.
+        tokenizer_files: name -> content, as every checkpoint holds them.
     """
 
     base: Base
     rows: list[TokenizedRows]
     eval_rows: list[TokenizedRows]
     settled: Mapping[str, Any]
+    tokenizer_files: Mapping[str, bytes]
     judged: list[TokenizedRows] = field(default_factory=list)
 
     def for_agents(self, count: int) -> Loaded:
@@ -117,7 +119,8 @@ def load(config: Config, processes: Processes, longest: int | None = None, given
             elif config.objective != SFT:
                 asked = load_rows_of_each(config, "judged")
                 judged = _tokenized(config, base, processes, asked, evaluated=True)
-            return Loaded(base, rows, _with_copies_counted(eval_rows, rows), settled, judged)
+            files = tokenizer_files(base.tokenizer)
+            return Loaded(base, rows, _with_copies_counted(eval_rows, rows), settled, files, judged)
         asked = load_rows_of_each(config.model_copy(update=settled), "eval")
 
 
@@ -244,11 +247,6 @@ def _with_copies_counted(evaluated: Sequence[TokenizedRows], trained: Sequence[T
         return TokenizedRows(own.rows.evaluated_although_trained_on(copies), own.path)
 
     return once_each(evaluated, counted)
-
-
-def training_rows(config: Config, each: Sequence[TokenizedRows]) -> list[TokenizedRows]:
-    """The rows with which every agent begins; one object where all take the same."""
-    return [*each] if config.has_own_rows else [each[0]] * len(each)
 
 
 def common_form(config: Config, each: Sequence[TokenizedRows]) -> PromptForm:
