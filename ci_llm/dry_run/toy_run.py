@@ -24,7 +24,7 @@ from ci_llm.crowd.next_token import Decoding
 from ci_llm.crowd.objective import GrpoObjective, NextToken
 from ci_llm.data.batches import Batch, Owned, pack
 from ci_llm.data.encoder import use_chat_template
-from ci_llm.data.prompts import Prompter, form_of, last_answer, tokenizer_files
+from ci_llm.data.prompts import Prompter, form_of, last_answer
 from ci_llm.data.units import Unit
 from ci_llm.dry_run.context import TOY_STEPS, CheckContext
 from ci_llm.errors import CheckpointError, CiLlmError, ModelError
@@ -67,7 +67,7 @@ def model(context: CheckContext) -> str:
     crowd.prompter = Prompter(base.tokenizer, form_of(context.rows[0]))
     attempt = context.attempt = Attempt(config, context.launch, manager, context.interrupts, log)
     rows, eval_rows = [*context.examples], [*context.eval_examples]
-    loaded = Loaded(base, rows, eval_rows, {}, tokenizer_files(base.tokenizer), judged=rows)
+    loaded = Loaded(base, rows, eval_rows, settled={}, judged=rows)
     trainer = context.trainer = assemble(config, context.processes, attempt, loaded, crowd)
     trainer.total_steps = TOY_STEPS  # of the two more that the schedule knows, for the interruption
     start = time.perf_counter()

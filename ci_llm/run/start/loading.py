@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import date
+from functools import cached_property
 from typing import Any, Final
 
 from ci_llm.base.load import Base, load_architecture, load_base, positions_of, require_positions
@@ -51,15 +52,18 @@ class Loaded:
         rows, eval_rows: the rows of every agent; agents that share a data set have one object.
         judged: pairs or rated rows to evaluate on, for every agent; empty for single rows.
         settled: the values, by the rows, of keys that said auto.
-        tokenizer_files: name -> content, as every checkpoint holds them.
     """
 
     base: Base
     rows: list[TokenizedRows]
     eval_rows: list[TokenizedRows]
     settled: Mapping[str, Any]
-    tokenizer_files: Mapping[str, bytes]
     judged: list[TokenizedRows] = field(default_factory=list)
+
+    @cached_property
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The files of the tokenizer by name, as every checkpoint holds them."""
+        return tokenizer_files(self.base.tokenizer)
 
     def for_agents(self, count: int) -> Loaded:
         """Base and rows for `count` agents, if they were loaded for one."""
@@ -119,8 +123,7 @@ def load(config: Config, processes: Processes, longest: int | None = None, given
             elif config.objective != SFT:
                 asked = load_rows_of_each(config, "judged")
                 judged = _tokenized(config, base, processes, asked, evaluated=True)
-            files = tokenizer_files(base.tokenizer)
-            return Loaded(base, rows, _with_copies_counted(eval_rows, rows), settled, files, judged)
+            return Loaded(base, rows, _with_copies_counted(eval_rows, rows), settled, judged)
         asked = load_rows_of_each(config.model_copy(update=settled), "eval")
 
 
