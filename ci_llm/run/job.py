@@ -4,7 +4,7 @@ A few hooks are attributes and no arguments, because what they call is made afte
 
 - `Processes.patience` is set by `opened`, and changed by `EmergencySave` for as long as a step can be given up.
 - `Processes.follow` is set once the base is loaded in parts (start/loading.py): the processes meet before that.
-- `Interrupts.describe_stop` is set by `_lease`: signals are listened to before there is a run.
+- `Interrupts.describe_stop` is set by `_take_folder`: signals are listened to before there is a run.
 - `Saver.after_save` is set by `RunMirror.begin`: only a mirror that is claimed sends.
 - `Pace.at_boundary` is set by `EmergencySave`, which begins after the loading.
 """
@@ -206,9 +206,9 @@ def _train_and_conclude(trainer: Trainer, attempt: Attempt, start: beginning.Sta
     """Lease the folder, train, evaluate the result, and record how the attempt has ended."""
     found: Evaluation | None = None
     batches = steps(trainer)  # forks its workers now, before the run has threads
-    _lease(trainer, attempt, start)
+    _take_folder(trainer, attempt, start)
     with attempt.recorded(lambda: trainer.state.step):
-        _open(trainer, attempt)
+        _open_log(trainer, attempt)
         with _watched(trainer, attempt):
             call_event(trainer, attempt, "on_train_begin")
             stop = trainer.evaluator.vote.reason() or train(trainer, attempt, batches)
@@ -324,7 +324,7 @@ def _log_line(line: str) -> None:
     logger.info(f"          {line}")
 
 
-def _lease(trainer: Trainer, attempt: Attempt, start: beginning.Start) -> None:
+def _take_folder(trainer: Trainer, attempt: Attempt, start: beginning.Start) -> None:
     """Lease the folder, change it as `start` says, start the trackers. A refusal here is not a failed attempt."""
     config, processes, step, log = trainer.config, trainer.processes, trainer.state.step, attempt.log
     attempt.interrupts.describe_stop = partial(describe_stop, trainer, attempt.pace)
@@ -340,7 +340,7 @@ def _lease(trainer: Trainer, attempt: Attempt, start: beginning.Start) -> None:
     log.known_tracker_state = processes.on_main(begin)
 
 
-def _open(trainer: Trainer, attempt: Attempt) -> None:
+def _open_log(trainer: Trainer, attempt: Attempt) -> None:
     """Open the log of the attempt, write its first status, and remove the metrics of later steps."""
     config, processes, step = trainer.config, trainer.processes, trainer.state.step
     attempt.log.open(attempt.number, still_held=attempt.manager.store.holds_lease)
