@@ -46,7 +46,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.errors import CiLlmError, first_line
-from ci_llm.run.one_layer import fixed_batch, layer_digest
+from ci_llm.run.exactness import fixed_batch, layer_digest
 
 Figures = dict[str, Any]
 

@@ -173,7 +173,7 @@ def test_a_circle_is_found_whatever_its_imports_are_for() -> None:
 
 #: The packages within `run`, and the files that serve them, from the top down. None of these imports one of the other
 #: files directly in `run`, which join them.
-RUN_FLOORS = ("start", "result", "emergency_save", "watchdog", "run_checkpoint", "attempt", "mirroring", "step")
+RUN_FLOORS = ("start", "result", "emergency_save", "watchdog", "attempt", "mirroring", "step")
 
 
 def test_imports_between_the_parts_of_a_run_go_one_way() -> None:
@@ -299,10 +299,10 @@ CAPS = {
     "mirror": 909,
     "objectives": 497,
     "report": 962,
-    "run": 4646,
+    "run": 4709,
     "serve": 1319,
     "supervisor": 1573,
-    "sweep": 798,
+    "sweep": 800,
 }
 
 

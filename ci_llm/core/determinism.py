@@ -3,7 +3,7 @@
 A sequential generator must be saved and restored at exactly the right moment. A keyed generator has no state to save:
 what is drawn in a micro-step depends on (seed, step, process, micro-step) and on nothing that happened before.
 
-Two machines with the same names may still round differently: see the digest in `ci_llm/run/one_layer.py`.
+Two machines with the same names may still round differently: see the digest in `ci_llm/run/exactness.py`.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ class CrowdModel(nn.Module):
     def compute_fast(self, parts: Sequence[str]) -> None:
         """Compute these parts of `ci_llm.lora.kernels` by fast kernels, and no others.
 
-        A trial must have approved them; see `ci_llm/run/one_layer.py`.
+        A trial must have approved them; see `ci_llm/run/autotune.py`.
         """
         kernels.take(self.model, self.storage.layers.values(), parts, self._kinds)
         self.fast = tuple(parts)

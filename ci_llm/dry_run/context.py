@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from ci_llm.cluster.launch import Launch
 from ci_llm.config import Config
-from ci_llm.data.agent_rows import EvaluationRows, Lengths
+from ci_llm.data.agent_rows import Lengths
 from ci_llm.data.rows import Rows
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
@@ -53,7 +53,7 @@ class CheckContext:
     rows: Sequence[Rows] = ()  # of every agent; data
     eval_rows: Sequence[Rows] = field(init=False)  # of every agent; data
     examples: Sequence[TokenizedRows] = ()  # of every agent; template
-    eval_examples: EvaluationRows = field(init=False)  # template
+    eval_examples: Sequence[TokenizedRows] = ()  # of every agent; template
     lengths: Lengths = field(init=False)  # measured once template has passed
     trace: Trace | None = None  # estimate, where the family can be traced
     trainer: Trainer = field(init=False)  # model

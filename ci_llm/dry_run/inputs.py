@@ -24,7 +24,7 @@ from ci_llm.core.determinism import processor
 from ci_llm.core.durable import remove_tree, write_bytes
 from ci_llm.core.memory import free_memory
 from ci_llm.core.quantities import duration, short, size
-from ci_llm.data.agent_rows import SAMPLED, EvaluationRows, once_each
+from ci_llm.data.agent_rows import SAMPLED, once_each
 from ci_llm.data.encoder import use_chat_template
 from ci_llm.data.rows import Rows
 from ci_llm.data.sources import load_rows_of_each
@@ -178,8 +178,7 @@ def template(context: CheckContext) -> str:
     longest = (positions_of(context.shape) or sys.maxsize) if context.config.is_open("max_seq_length") else None
     sampled = partial(_sampled, context, tokenizer, longest or context.config.max_seq_length)
     context.examples = once_each(context.rows, partial(sampled, wanted))
-    evaluated = once_each(context.eval_rows, partial(sampled, TOY_EVAL_ROWS * number, evaluated=True))
-    context.eval_examples = EvaluationRows.of(evaluated)
+    context.eval_examples = once_each(context.eval_rows, partial(sampled, TOY_EVAL_ROWS * number, evaluated=True))
     if longest is not None:
         seen = max(examples.facts.longest for examples in context.examples)
         context.config = context.config.model_copy(update={"max_seq_length": seen})

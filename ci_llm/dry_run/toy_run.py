@@ -32,12 +32,13 @@ from ci_llm.interrupts import Interrupts, send
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.evaluation import conclude
+from ci_llm.run.exactness import record_bits
 from ci_llm.run.loop import Batches, steps, train
-from ci_llm.run.one_layer import record_bits
 from ci_llm.run.reporting import contents_of
 from ci_llm.run.run_checkpoint import Resume
 from ci_llm.run.start.beginning import newest_source
-from ci_llm.run.start.loading import open_base, training_rows
+from ci_llm.run.start.loading import Loaded, open_base
+from ci_llm.run.step.step_metrics import Learning
 from ci_llm.run.trainer import Trainer, assemble, build_crowd, set_determinism
 
 TERMINATED = "signal:SIGTERM"
@@ -65,23 +66,22 @@ def model(context: CheckContext) -> str:
     crowd = build_crowd(config, base, context.processes)
     crowd.prompter = Prompter(base.tokenizer, form_of(context.rows[0]))
     attempt = context.attempt = Attempt(config, context.launch, manager, context.interrupts, log)
-    rows = training_rows(config, context.examples)
-    trainer = context.trainer = assemble(
-        config, context.processes, attempt, base, crowd, rows, context.eval_examples, context.examples
-    )
+    rows, eval_rows = [*context.examples], [*context.eval_examples]
+    loaded = Loaded(base, rows, eval_rows, settled={}, judged=rows)
+    trainer = context.trainer = assemble(config, context.processes, attempt, loaded, crowd)
     trainer.total_steps = TOY_STEPS  # of the two more that the schedule knows, for the interruption
     start = time.perf_counter()
-    record_bits(trainer)
+    record_bits(trainer, attempt)
     took = f"the digest of a layer takes {duration(time.perf_counter() - start)}"
     agents = f"{trainer.crowd.num_agents} agents of {short(trainer.crowd.storage.weights.shape[1])}"
-    return f"{short(parameters)} parameters, {agents}, rows {trainer.crowd.route}; {took}{_repeated(trainer)}"
+    return f"{short(parameters)} parameters, {agents}, rows {trainer.crowd.route}; {took}{_repeated(trainer, attempt)}"
 
 
-def _repeated(trainer: Trainer) -> str:
+def _repeated(trainer: Trainer, attempt: Attempt) -> str:
     """Compute the layer of the digest once more: other bits fail a run that has to be deterministic."""
-    first = trainer.checkpoint.bits["layer"]
-    record_bits(trainer)
-    if trainer.config.deterministic is False or trainer.checkpoint.bits["layer"] == first:
+    first = attempt.bits["layer"]
+    record_bits(trainer, attempt)
+    if trainer.config.deterministic is False or attempt.bits["layer"] == first:
         return ""
     if trainer.config.deterministic is True:
         what = "the same layer computed twice gives other bits"
@@ -94,6 +94,7 @@ def two_steps(context: CheckContext) -> str:
     trainer = context.trainer
     before = trainer.crowd.storage.weights.clone()
     context.attempt.log.open(1)
+    context.attempt.learning = Learning(trainer.state.names, trainer.total_steps)
     _uninterrupted(train(trainer, context.attempt, steps(trainer)))
     moved = (trainer.crowd.storage.weights != before).any(1).tolist()
     losses, speed = trainer.processes.broadcast_object(_logged(trainer))
@@ -131,11 +132,11 @@ def checkpoint(context: CheckContext) -> str:
         )
     wanted = _records(contents_of(trainer, context.attempt)[0])
     trainer.crowd.storage.weights.fill_(math.nan)
-    for moments in trainer.checkpoint.optimizer.state.values():
+    for moments in trainer.optimizer.state.values():
         for tensor in moments.values():
             tensor.zero_()
     source = _saved(context)
-    trainer.state = Resume(trainer.checkpoint, source).restore()
+    trainer.state = Resume(trainer, source).restore()
     _compare(wanted, _records(contents_of(trainer, context.attempt)[0]), str(source.folder))
     if result is None:  # on every process but the one that writes
         return ""
@@ -280,7 +281,7 @@ def _regret(trainer: Trainer, prompt: list[int], text: list[int]) -> float:
 
 
 def _tolerance(trainer: Trainer) -> float:
-    stored = trainer.checkpoint.base.model.dtype
+    stored = trainer.loaded.base.model.dtype
     exact = trainer.config.mixed_precision == "no" and stored in (torch.float32, torch.float64)
     return 1e-3 if exact else 0.2
 

@@ -1,7 +1,7 @@
 """Fast kernels for parts of a pass: the mathematics of the family's own code in fewer passes over memory.
 
 `take` installs them in modules whose class looks as they expect, and `give_back` removes them. Whether they compute the
-same is decided by a trial (`ci_llm/run/one_layer.py`). `torch.compile` of the same functions gained nothing over them,
+same is decided by a trial (`ci_llm/run/autotune.py`). `torch.compile` of the same functions gained nothing over them,
 cost 33 s and needed a compiler (benchmarks/README.md). `Packed` weights are for passes without gradients.
 
 A part stays as long as it saves a twentieth of the time, of what is kept for the backward pass, or of the kernels that

@@ -17,7 +17,7 @@ from ci_llm.data.batches import MicroBatch
 from ci_llm.distributed.ballot import Ballot, StepSums, Verdict
 from ci_llm.run import gradients
 from ci_llm.run.attempt import Attempt
-from ci_llm.run.one_layer import record_bits
+from ci_llm.run.exactness import record_bits
 from ci_llm.run.reporting import save_before_error
 from ci_llm.run.step.out_of_memory import in_parts
 from ci_llm.run.step.requests import is_waiting
@@ -34,7 +34,9 @@ def agree_on_gradients(trainer: Trainer, attempt: Attempt, step: int, micro_batc
         OutOfMemory: on every process, when the parts cannot be made smaller.
         RewardFailed: on every process, when a function could not reward completions; the step before is saved.
     """
-    save_wanted, rollout, of_run = False, None, trainer.objective
+    save_wanted = False
+    rollout = None
+    of_run = trainer.objective
     if isinstance(of_run, GrpoObjective):
         rollout = trainer.rollouts.of_step(of_run, step, micro_batches, trainer.courses)
         of_run = rollout.objective
@@ -60,7 +62,7 @@ def agree_on_gradients(trainer: Trainer, attempt: Attempt, step: int, micro_batc
         one_pass = not trainer.crowd.storage.pass_per_agent
         trainer.state = trainer.memory.relieve(trainer.state, complaint)
         if one_pass and trainer.crowd.storage.pass_per_agent:
-            record_bits(trainer)  # the steps have other bits from here on
+            record_bits(trainer, attempt)  # the steps have other bits from here on
         attempt.status.update(micro_batch_size=trainer.micro_batch_size)
 
 

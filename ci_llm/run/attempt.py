@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.store import DISK_FULL
@@ -37,6 +38,7 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.step.callbacks import Callbacks
+from ci_llm.run.step.step_metrics import Learning
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +59,14 @@ class Attempt:
         status: status.json.
         mirror: sends what the run writes to another place.
         pace: how long steps and saves take.
+        bits: the names and the digest that tell what bits this machine computes; see `record_bits` (exactness.py).
         exactness: how exactly it resumes, for people; None for a fresh start.
+        learning: tells whether the agents learn; from the first step on.
         requests_wait: why the disk takes no decisions about requests at present; None if it takes them.
-        last_act: puts the SLURM job back into the queue, and returns what SLURM answered. To be called last, while
-            the folder is still leased: SLURM ends what is left of the job, and the answer goes into training.log.
     """
 
     processes: Processes
+    learning: Learning
 
     def __init__(
         self,
@@ -75,13 +78,16 @@ class Attempt:
         callbacks: Callbacks | None = None,
     ) -> None:
         self.config, self.launch, self.manager, self.interrupts = config, launch, manager, interrupts
-        self._log, self.callbacks, self.pace = log, callbacks or Callbacks(), Pace()
-        self.mirror = RunMirror(config, manager, launch, interrupts)
+        self._log = log
+        self.callbacks = callbacks or Callbacks()
+        self.pace = Pace()
+        self.mirror = RunMirror(config, manager, launch, interrupts, lambda state: self.status.update(mirror=state))
         self.number = self.began_at = 0
         self.status = RunStatus(config.run_folder, 0, is_main_process=False)
+        self.bits: dict[str, Any] = {}
         self.exactness: str | None = None
         self.requests_wait: str | None = None
-        self.last_act: Callable[[], str | None] = lambda: None
+        self._interruption: tuple[str, int] | None = None  # its reason, and the step that is saved
 
     @property
     def log(self) -> RunLog:
@@ -94,25 +100,26 @@ class Attempt:
         """Where the processes of this attempt leave files for each other and for later readers."""
         return attempt_folder(self.config.run_folder, self.number)
 
-    def begin(self, processes: Processes, step: int, prepare: Callable[[int], object] = lambda number: None) -> None:
+    def begin(self, processes: Processes, step: int, when_leased: Callable[[int], object] = lambda _: None) -> None:
         """Lease the folder, and record that this attempt begins at `step`. A collective.
 
         Args:
-            prepare: called on the main process with the number of the attempt, once the folder is leased and how the
-                last attempt ended is kept.
+            when_leased: called on the main process with the number of the attempt, once the folder is leased and how
+                the last attempt ended is kept.
 
         Raises:
             CiLlmError: a refusal, which is no failed attempt.
         """
         self.processes = processes
         processes.require_same_folder(self.config.run_folder)
-        self._take_number(processes.on_main(partial(self._lease, step, prepare)), step)
+        self._take_number(processes.on_main(partial(self._lease, step, when_leased)), step)
 
-    def _lease(self, step: int, prepare: Callable[[int], object] = lambda number: None) -> int:
-        number, folder = self.manager.store.acquire_lease(), self.config.run_folder
+    def _lease(self, step: int, when_leased: Callable[[int], object] = lambda _: None) -> int:
+        folder = self.config.run_folder
+        number = self.manager.store.acquire_lease()
         try:
             keep_status(folder)
-            prepare(number)
+            when_leased(number)
             record_attempt(folder, number, step, _place())
         except OSError as error:
             raise CheckpointError(
@@ -124,7 +131,8 @@ class Attempt:
 
     def _take_number(self, number: int, step: int) -> None:
         is_main = self.launch.is_main_process
-        self.number, self.began_at = number, step
+        self.number = number
+        self.began_at = step
         self.status = RunStatus(
             self.config.run_folder,
             number,
@@ -146,15 +154,15 @@ class Attempt:
             self.failed(step(), error)
             raise
 
-    def settle(self, stop: str | None) -> None:
-        """Wait for the last save, also in the mirror, before the status says how the run has ended.
+    def wait_for_last_save(self, stop: str | None) -> None:
+        """Wait until the last step is saved, also in the mirror, before the status says how the run has ended.
 
         Args:
             stop: why the run was asked to stop; None if it is complete.
         """
         self.manager.wait_until_finished()
         self.log.report_save(self.manager.last_result)
-        self.mirror.settle(stop)
+        self.mirror.send_last_save(stop)
 
     def interrupted(self, reason: str) -> None:
         """Record and tell that the attempt was interrupted, at the step from which the same command resumes."""
@@ -175,10 +183,18 @@ class Attempt:
             self._log.end_progress()
             where = f"step {step} is saved" if step else "no step is saved"
             logger.info(f"interrupted ({reason}): {where}; resume with: {command}")
-            # If another attempt has taken the job over, that attempt puts it back.
-            self.last_act = partial(self._put_job_back, reason, step) if is_own else self.last_act
+            if is_own:  # else another attempt has taken the job over, and puts it back
+                self._interruption = reason, step
 
-    def _put_job_back(self, reason: str, step: int) -> str | None:
+    def last_act(self) -> str | None:
+        """Put the SLURM job back into the queue if this attempt of it was interrupted; returns what SLURM answered.
+
+        To be called last, while the folder is still leased: SLURM ends what is left of the job, and the answer goes
+        into training.log.
+        """
+        if self._interruption is None:
+            return None
+        reason, step = self._interruption
         without_progress = attempts_without_progress(self.config.run_folder, step)
         line = requeue(self.config.requeue, reason, without_progress=without_progress)
         if line:
@@ -187,7 +203,8 @@ class Attempt:
 
     def stopped_before_it_began(self, reason: str, step: int = 0) -> int:
         """Record the interruption, unless another attempt has the folder; returns the last step that is saved."""
-        step, last = max(self.manager.all_steps(), default=step), readable_status(self.config.run_folder)
+        step = max(self.manager.all_steps(), default=step)
+        last = readable_status(self.config.run_folder)
         if self.launch.is_main_process and (last is None or last.status != "completed"):
             with suppress(WriterBusy):
                 self._take_number(self._lease(step), step)
@@ -222,7 +239,7 @@ class Attempt:
             self._log.note(str(error))
 
     def records_of_failure(self, step: int, error: BaseException) -> tuple[Callable[[], object], Callable[[], object]]:
-        """What puts a failure of this process on record, then that of the attempt; a disk may refuse either."""
+        """Two writes, of which a disk may refuse either: this process fails, and the attempt fails."""
         reason, index = reason_of(error), self.launch.process_index
         failed_at = error.step if isinstance(error, GivenUp) and error.step is not None else step
         failure = Failure.of(error, reason, index, failed_at)

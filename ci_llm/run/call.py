@@ -56,7 +56,7 @@ def train(
 ) -> Result:
     """Train a crowd, or resume the run of an earlier call in the same folder.
 
-    It does what `ci-llm train` does, on one process, or on those of a launcher if every process makes the same call.
+    It does what `ci-llm train` does, on one process; or on several, if a launcher starts them and each makes this call.
     Ctrl-C, or the stop button of a notebook, finishes the step, saves it and returns; a second one raises
     KeyboardInterrupt. Messages go through `logging.getLogger("ci_llm")`.
 
@@ -88,7 +88,8 @@ def train(
         ('completed', 2, 2)
     """
     arguments = {"dataset": dataset, "eval_dataset": eval_dataset, "model": model}
-    given, loaded = _as_keys(arguments), model is not None and not _is_name(model)
+    given = _as_keys(arguments)
+    loaded = model is not None and not _is_name(model)
     if loaded or tokenizer is not None:
         set_library_defaults()
         from ci_llm.base.load import name_of, require_usable

@@ -23,9 +23,9 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.errors import BadInput
 from ci_llm.run.attempt import Attempt
-from ci_llm.run.one_layer import record_bits
+from ci_llm.run.exactness import record_bits
 from ci_llm.run.run_checkpoint import STOPPED
-from ci_llm.run.start.agent_settings import crowd_settings, objective_of, prepare_agents
+from ci_llm.run.start.agent_settings import assign_training, crowd_settings, describe, trained_objective
 from ci_llm.run.start.loading import steps_of
 from ci_llm.run.step.requests import decide, read_waiting
 from ci_llm.run.step.state import CrowdChange, TrainState
@@ -52,10 +52,11 @@ def change_crowd(trainer: Trainer, attempt: Attempt, verdict: Verdict) -> None:
     kept = [before.names.index(name) for name in state.names]
     attempt.manager.wait_until_copied()  # a save in flight still reads the storage that goes
     keep_agents(trainer, state, kept)
+    attempt.learning.keep_agents(kept)
     for change in state.history.made[len(before.history.made) :]:
         logger.info(f"crowd     after step {state.step}: {change}; the crowd is {', '.join(state.names)}")
     trainer.prepare(trainer.prepared.loader)
-    record_bits(trainer)
+    record_bits(trainer, attempt)
 
 
 def keep_agents(trainer: Trainer, state: TrainState, kept: Sequence[int]) -> None:
@@ -64,18 +65,19 @@ def keep_agents(trainer: Trainer, state: TrainState, kept: Sequence[int]) -> Non
     Args:
         kept: the place of each in the crowd before.
     """
-    crowd, checkpoint = trainer.crowd, trainer.checkpoint
-    checkpoint.stopped.update(_adapters_of({*crowd.names} - {*state.names}, crowd))
-    moments = [checkpoint.optimizer.state.get(crowd.storage.rows[place], {}) for place in kept]
+    crowd, optimizer = trainer.crowd, trainer.optimizer
+    stopped = trainer.description.stopped | dict(_adapters_of({*crowd.names} - {*state.names}, crowd))
+    moments = [optimizer.state.get(crowd.storage.rows[place], {}) for place in kept]
     crowd.keep_agents(crowd_settings(trainer.config, state.numbers), kept, state.names)
     trainer.state = state
-    _prepare_agents(trainer)
-    _fill(checkpoint.optimizer, [agent.optimizer_group for agent in crowd.agents], moments)
-    checkpoint.last_good.keep_agents(crowd.storage.rows, kept)
+    trainer.description = describe(trainer.config, state.numbers, trainer.loaded, crowd, stopped)
+    _assign_training(trainer)
+    _fill(optimizer, [agent.optimizer_group for agent in crowd.agents], moments)
+    trainer.nonfinite.last_good.keep_agents(crowd.storage.rows, kept)
     trainer.metrics.keep_agents(kept)
-    trainer.learning.keep_agents(kept)
-    trainer.objective = objective_of(trainer.present_config, crowd)
-    trainer.evaluator.objective, trainer.evaluator.rows = trainer.objective, trainer.evaluator.rows.of_agents(kept)
+    trainer.objective = trained_objective(trainer.present_config, crowd)
+    trainer.evaluator.objective = trainer.objective
+    trainer.evaluator.rows = trainer.evaluator.rows.of_agents(kept)
 
 
 def return_to(trainer: Trainer, saved: TrainState) -> None:
@@ -88,9 +90,9 @@ def return_to(trainer: Trainer, saved: TrainState) -> None:
         BadInput: the configuration no longer has the entry of an agent.
     """
     trainer.state = replace(trainer.state, rows_per_step=saved.rows_per_step)
-    trainer.total_steps = steps_of(trainer.config, [*map(len, trainer.checkpoint.rows)], saved.rows_per_step)
+    trainer.total_steps = steps_of(trainer.config, [*map(len, trainer.loaded.rows)], saved.rows_per_step)
     if not saved.history.made:
-        _prepare_agents(trainer)
+        _assign_training(trainer)
         return
     if (least := max(saved.numbers) + 1) > trainer.crowd.num_agents:
         raise BadInput(
@@ -101,12 +103,11 @@ def return_to(trainer: Trainer, saved: TrainState) -> None:
     keep_agents(trainer, saved, saved.numbers)
 
 
-def _prepare_agents(trainer: Trainer) -> None:
-    """Tell the agents that stand in the crowd now how and on what they train, and its checkpoints who they are."""
-    state, rows = trainer.state, trainer.checkpoint.rows
-    own = [rows[number] for number in state.numbers]
-    prepare_agents(trainer.crowd.agents, trainer.present_config, own, state.rows_per_step, trainer.total_steps)
-    trainer.checkpoint.crowd_changed(trainer.present_config)
+def _assign_training(trainer: Trainer) -> None:
+    """Tell the agents that stand in the crowd now how and on what they train."""
+    state = trainer.state
+    rows = [trainer.loaded.rows[number] for number in state.numbers]
+    assign_training(trainer.crowd.agents, trainer.present_config, rows, state.rows_per_step, trainer.total_steps)
 
 
 def _fill(

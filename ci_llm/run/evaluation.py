@@ -265,7 +265,7 @@ def _write_results(trainer: Trainer, attempt: Attempt, step: int, found: Evaluat
     with trainer.heartbeat.resting():
         _require_written(attempt.manager, trainer.processes)
         # The tokenizer, with the chat template that was in force, beside each adapter: each may be used alone.
-        files = trainer.checkpoint.tokenizer_files.items()
+        files = trainer.loaded.tokenizer_files.items()
         tokenizers = {f"{agent}/{name}": data for agent in trainer.crowd.names for name, data in files}
         added = {"README.md": card.encode(), **tokenizers}
         attempt.manager.saver.make_final(added, step=step)

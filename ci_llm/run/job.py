@@ -1,11 +1,20 @@
-"""A run from its start to its end: it begins or resumes, leases its folder, trains, concludes; read it from the top."""
+"""A run from its start to its end: it begins or resumes, leases its folder, trains, concludes; read it from the top.
+
+A few hooks are attributes and no arguments, because what they call is made after the object that calls them:
+
+- `Processes.patience` is set by `opened`, and changed by `EmergencySave` for as long as a step can be given up.
+- `Processes.follow` is set once the base is loaded in parts (start/loading.py): the processes meet before that.
+- `Interrupts.describe_stop` is set by `_take_folder`: signals are listened to before there is a run.
+- `Saver.after_save` is set by `RunMirror.begin`: only a mirror that is claimed sends.
+- `Pace.at_boundary` is set by `EmergencySave`, which begins after the loading.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,15 +37,17 @@ from ci_llm.logs.run_log import RunLog
 from ci_llm.logs.trackers import require_installed
 from ci_llm.mirror.objects import open_objects
 from ci_llm.run.attempt import Attempt, end_at_once
+from ci_llm.run.autotune import select_kernels, select_threads
 from ci_llm.run.crowd_changes import return_to
 from ci_llm.run.emergency_save import EmergencySave
 from ci_llm.run.evaluation import conclude, known_conclusion, note_evaluation
+from ci_llm.run.exactness import record_bits, resume_exactly
 from ci_llm.run.loop import steps, train
-from ci_llm.run.one_layer import choose_kernels, choose_threads, record_bits
 from ci_llm.run.reporting import call_event, contents_of, describe_stop, keys_to_go_on, outlook, position
 from ci_llm.run.result import Result, log_next_steps, push_result, write_page
 from ci_llm.run.run_checkpoint import Resume, config_of_checkpoint
 from ci_llm.run.start import beginning
+from ci_llm.run.start.inherited import Inherited, in_force
 from ci_llm.run.start.loading import Loaded
 from ci_llm.run.step.callbacks import Callbacks
 from ci_llm.run.step.state import TrainState
@@ -72,11 +83,15 @@ def run_job(
     require_no_sweep(config.run_folder)
     result: Result | None = None
     try:
-        with joined(config, launch, interrupts, lambda: result.exit_code(config) if result else 1) as processes:
-            result = run_among(
-                processes, config, interrupts, sources=sources, callbacks=checked, given=given, quiet=quiet
-            )
-            return result
+        with (
+            joined(config, launch, interrupts, lambda: result.exit_code(config) if result else 1) as processes,
+            opened(processes, config, interrupts, sources=sources, callbacks=checked, quiet=quiet) as attempt,
+        ):
+            try:
+                result = run_attempt(attempt, processes, given=given)
+                return result
+            finally:
+                attempt.last_act()  # training.log takes its line only while the folder is leased
     except StoppedBeforeMeeting as stop:
         reason, step = stopped_before_meeting(config, launch, interrupts, stop)
         return Result("interrupted", step, config.run_folder, reason=reason)
@@ -102,7 +117,7 @@ def joined(config: Config, launch: Launch, interrupts: Interrupts, code: Callabl
     """The processes of the run, joined within the block, after everything that one process can refuse alone.
 
     Both ends of the block are collectives. Where a peer is lost, this process ends after the block, with the exit code
-    `code()`, or with that of an error.
+    of the error that ended the block, or with `code()`.
     """
     check_folder(config.run_folder)
     require_installed(config.report_to)
@@ -117,83 +132,91 @@ def joined(config: Config, launch: Launch, interrupts: Interrupts, code: Callabl
             end_at_once(code(), sys.exc_info()[1])
 
 
-def run_among(
+@contextmanager
+def opened(
     processes: Processes,
     config: Config,
     interrupts: Interrupts,
     *,
     sources: Sequence[str] = (),
     callbacks: Callbacks | None = None,
-    loaded: Loaded | None = None,
-    given: Base | None = None,
     quiet: bool = False,
-    within: Attempt | None = None,
+) -> Iterator[Attempt]:
+    """An attempt at a run, with its log, within the block; afterwards its lease ends, and then its log.
+
+    The processes have met, and can train another run afterwards. For the arguments see `run_job`.
+    """
+    with closing(RunLog(config.run_folder, is_main_process=processes.is_main_process, quiet=quiet)) as log:
+        manager = CheckpointManager(
+            config.run_folder,
+            save_interval_steps=config.save_steps,
+            save_interval_seconds=config.save_interval_seconds,
+            max_to_keep=config.save_total_limit,
+            checkpoint_backend=config.checkpoint_backend,
+            processes=processes,
+            interrupts=interrupts,
+        )
+        with closing(manager):
+            attempt = Attempt(config, processes.launch, manager, interrupts, log, callbacks)
+            for note in [*(f"config    {line}" for line in sources), *processes.notes, *config.notices()]:
+                logger.info(note)
+            processes.patience = Patience(record=attempt.stopped_before_it_began)
+            yield attempt
+
+
+def run_attempt(
+    attempt: Attempt, processes: Processes, *, loaded: Loaded | None = None, given: Base | None = None
 ) -> Result:
-    """`run_job` on processes that have met, and that can train another run afterwards.
+    """Begin or resume the run of an attempt, train it, and conclude it.
 
     Args:
         loaded: base and rows, if several runs share them; at the end the base is without agents again. People are then
             not told what to do next.
-        given, quiet: see `run_job`.
-        within: the attempt at a sweep, which does the last act of this one.
+        given: see `run_job`.
     """
-    log = RunLog(config.run_folder, is_main_process=processes.is_main_process, quiet=quiet)
-    attempt = Attempt(config, processes.launch, _manager_of(config, processes, interrupts), interrupts, log, callbacks)
-    for note in [*(f"config    {line}" for line in sources), *processes.notes, *config.notices()]:
-        logger.info(note)
-    processes.patience = Patience(record=attempt.stopped_before_it_began)
-    result: Result | None = None
-    with ExitStack() as ending:  # calls these from the last to the first, all of them, whatever one of them raises
-        ending.callback(log.close)
-        ending.callback(attempt.manager.close)
-        ending.callback(_do_last_act, attempt, within)  # training.log takes its line only while the folder is leased
-        with ends_if_stopped(interrupts, processes.patience, config.interrupted_exit_code):
-            start, requests = _beginning(config, processes, attempt)
-            before = config_of_checkpoint(start.source) if start.source else None
-            trainer = build(config, processes, attempt, loaded, before, given)
-            if loaded is not None:
-                ending.callback(trainer.crowd.detach)
-            _resume(trainer, attempt, start, requests)
+    config, shared = attempt.config, loaded is not None
+    with _sent(attempt), ends_if_stopped(attempt.interrupts, processes.patience, config.interrupted_exit_code):
+        start, inherited = _beginning(config, processes, attempt)
+        before = config_of_checkpoint(start.source) if start.source else None
+        trainer = build(config, processes, attempt, loaded, before, given)
+        with ExitStack() as at_the_end:
+            if shared:
+                at_the_end.callback(trainer.crowd.detach)
+            _resume(trainer, attempt, start, inherited)
             start = replace(start, source=None)  # its tensors are in place
-            ending.push(lambda _, error, __: attempt.mirror.end(result.status if result else None, error))
-            ending.callback(log.finish_trackers)  # while the folder is still leased to this attempt
             find = partial(known_conclusion, config.run_folder, trainer.state.step)
-            if (found := processes.on_main(find) if trainer.is_finished else None) is not None:
+            known = processes.on_main(find) if trainer.is_finished else None
+            if known is not None:
                 told = f"This run is complete at step {trainer.state.step}; nothing is left to do."
-                result = _completed(trainer, found, told, alone=loaded is None)
-                return result
-            batches = steps(trainer)  # forks its workers now, before the run has threads
-            _begin(trainer, attempt, start)
-            with attempt.recorded(lambda: trainer.state.step):
-                _open(trainer, attempt)
-                with _watched(trainer, attempt):
-                    call_event(trainer, attempt, "on_train_begin")
-                    stop = trainer.evaluator.vote.reason() or train(trainer, attempt, batches)
-                    if stop is None:
-                        stop, found = conclude(trainer, attempt)
-                    call_event(trainer, attempt, "on_train_end")
-                attempt.settle(stop)
-            result = _ended(trainer, attempt, stop, found, alone=loaded is None)
-            return result
+                return _completed(trainer, known, told, alone=not shared)
+            return _train_and_conclude(trainer, attempt, start, alone=not shared)
 
 
-def _manager_of(config: Config, processes: Processes, interrupts: Interrupts) -> CheckpointManager:
-    return CheckpointManager(
-        config.run_folder,
-        save_interval_steps=config.save_steps,
-        save_interval_seconds=config.save_interval_seconds,
-        max_to_keep=config.save_total_limit,
-        checkpoint_backend=config.checkpoint_backend,
-        processes=processes,
-        interrupts=interrupts,
-    )
+@contextmanager
+def _sent(attempt: Attempt) -> Iterator[None]:
+    """Finish the trackers after the block, and send the last files, while the folder is leased to this attempt."""
+    with attempt.mirror:
+        try:
+            yield
+        finally:
+            attempt.log.finish_trackers()
 
 
-def _do_last_act(attempt: Attempt, within: Attempt | None) -> None:
-    if within is None:
-        attempt.last_act()
-    else:
-        within.last_act = attempt.last_act
+def _train_and_conclude(trainer: Trainer, attempt: Attempt, start: beginning.Start, *, alone: bool) -> Result:
+    """Lease the folder, train, evaluate the result, and record how the attempt has ended."""
+    found: Evaluation | None = None
+    batches = steps(trainer)  # forks its workers now, before the run has threads
+    _take_folder(trainer, attempt, start)
+    with attempt.recorded(lambda: trainer.state.step):
+        _open_log(trainer, attempt)
+        with _watched(trainer, attempt):
+            call_event(trainer, attempt, "on_train_begin")
+            stop = trainer.evaluator.vote.reason() or train(trainer, attempt, batches)
+            if stop is None:
+                stop, found = conclude(trainer, attempt)
+            call_event(trainer, attempt, "on_train_end")
+        attempt.wait_for_last_save(stop)
+    return _ended(trainer, attempt, stop, found, alone=alone)
 
 
 def _ended(trainer: Trainer, attempt: Attempt, stop: str | None, found: Evaluation | None, *, alone: bool) -> Result:
@@ -219,8 +242,8 @@ def _completed(trainer: Trainer, found: Evaluation, told: str, *, alone: bool) -
     return Result("completed", trainer.state.step, trainer.config.run_folder, found)
 
 
-def _beginning(config: Config, processes: Processes, attempt: Attempt) -> tuple[beginning.Start, beginning.Requests]:
-    """Where the attempt begins, and the requests to it. A collective."""
+def _beginning(config: Config, processes: Processes, attempt: Attempt) -> tuple[beginning.Start, Inherited]:
+    """Where the attempt begins, and what earlier ones have left for it. A collective."""
     try:
         return beginning.agree_on_start(config, processes, attempt.manager, attempt.mirror)
     except ProgressLost as error:
@@ -228,31 +251,31 @@ def _beginning(config: Config, processes: Processes, attempt: Attempt) -> tuple[
         raise
 
 
-def _resume(trainer: Trainer, attempt: Attempt, start: beginning.Start, requests: beginning.Requests) -> None:
-    """Bring the run to the checkpoint that it resumes from, if there is one, and apply the requests."""
+def _resume(trainer: Trainer, attempt: Attempt, start: beginning.Start, inherited: Inherited) -> None:
+    """Bring the run to the checkpoint that it resumes from, if there is one, and to what earlier attempts have left."""
     recorded: Any = {}
     if start.note:
         _log_line(start.note)
-    resume = None if start.source is None else Resume(trainer.checkpoint, start.source)
+    resume = None if start.source is None else Resume(trainer, start.source)
     if resume is None:
         logger.info("resume    no checkpoint: a fresh start")
     else:
         _restore(trainer, attempt, start, resume)
         recorded = resume.source.manifest.info["surroundings"]
-    trainer.state = beginning.apply_requests(trainer.state, requests)
+    trainer.state = inherited.applied_to(trainer.state)
     trainer.crowd.storage.pass_per_agent |= trainer.state.recovery.pass_per_agent
     if trainer.state.recovery.recompute:
         trainer.crowd.gradient_checkpointing_enable()
-    for line in (*beginning.in_force(trainer.state, trainer.config.batch_size), *requests.recovery.because):
+    for line in [*in_force(trainer.state, trainer.config.batch_size), *inherited.recovery.because]:
         _log_line(f"recovery: {line}")
-    for line in choose_kernels(trainer):
+    for line in select_kernels(trainer):
         _log_line(f"kernels   {line}")
-    if told := choose_threads(trainer, attempt.interrupts, recorded):
+    if told := select_threads(trainer, attempt.interrupts, recorded):
         logger.info(f"threads   {told}")
     # Of the rows of the checkpoint; a crowd of a sweep, made of others, has no digest yet.
-    record_bits(trainer, recorded.get("layer", {}).get("lengths", ()))
+    record_bits(trainer, attempt, recorded.get("layer", {}).get("lengths", ()))
     if resume is not None:
-        attempt.exactness = resume.restore_surroundings(trainer.state)
+        attempt.exactness = resume_exactly(resume, attempt)
         _log_line(f"exactness: {attempt.exactness}")
         _recover_evaluation(trainer, attempt, from_log=start.is_own)
 
@@ -264,14 +287,14 @@ def _restore(trainer: Trainer, attempt: Attempt, start: beginning.Start, resume:
     if saved.history.made:
         resume.require_same_settings()  # before its agents look for their rows in these settings
     return_to(trainer, saved)
-    trainer.state, attempt.log.known_tracker_state = resume.restore(), dict(source.state["trackers"])
+    trainer.state = resume.restore()
+    attempt.log.known_tracker_state = dict(source.state["trackers"])
     step, last = trainer.state.step, trainer.total_steps
     if trainer.is_finished and not start.is_own:
         raise beginning.nothing_to_train(step, last, source.folder)
     if start.is_own:  # else the interval was another run's
         trainer.metrics.load(source.manifest.info)
-    here, folder = Path.cwd(), source.folder
-    shown = folder.relative_to(here) if folder.is_relative_to(here) else folder
+    shown = source.folder.relative_to(Path.cwd()) if source.folder.is_relative_to(Path.cwd()) else source.folder
     logger.info(f"resume    step {step} of {last}, verified, from {shown}")
     if step > last:
         key = "epochs" if trainer.config.max_train_steps is None else "max_train_steps"
@@ -301,30 +324,30 @@ def _log_line(line: str) -> None:
     logger.info(f"          {line}")
 
 
-def _begin(trainer: Trainer, attempt: Attempt, start: beginning.Start) -> None:
-    """Lease the folder, prepare it as `start` says, start the trackers. A refusal here is not a failed attempt."""
+def _take_folder(trainer: Trainer, attempt: Attempt, start: beginning.Start) -> None:
+    """Lease the folder, change it as `start` says, start the trackers. A refusal here is not a failed attempt."""
     config, processes, step, log = trainer.config, trainer.processes, trainer.state.step, attempt.log
     attempt.interrupts.describe_stop = partial(describe_stop, trainer, attempt.pace)
 
-    def prepare(number: int) -> None:
-        for line in beginning.prepare(attempt.manager, start):
+    def when_leased(number: int) -> None:
+        for line in beginning.record_start(attempt.manager, start):
             logger.info(line)
-        keep(trainer.checkpoint.base, config.run_folder)
+        keep(trainer.loaded.base, config.run_folder)
         attempt.mirror.begin(start.keeps, number)
 
-    attempt.begin(processes, step, prepare)
+    attempt.begin(processes, step, when_leased)
     begin = partial(log.start_trackers, processes.accelerator, config.report_to, step, config.model_dump())
     log.known_tracker_state = processes.on_main(begin)
 
 
-def _open(trainer: Trainer, attempt: Attempt) -> None:
+def _open_log(trainer: Trainer, attempt: Attempt) -> None:
     """Open the log of the attempt, write its first status, and remove the metrics of later steps."""
     config, processes, step = trainer.config, trainer.processes, trainer.state.step
     attempt.log.open(attempt.number, still_held=attempt.manager.store.holds_lease)
     last = readable_status(config.run_folder) if processes.is_main_process else None
     trainer.evaluator.at_most = processes.broadcast_object(last.evaluation_at_most if last else None)
     known = (last.first_loss, last.warning) if last and step else ()
-    trainer.learning = Learning(trainer.state.names, trainer.total_steps, *known)
+    attempt.learning = Learning(trainer.state.names, trainer.total_steps, *known)
     attempt.status.update(
         total_steps=trainer.total_steps,
         agent_steps=trainer.state.agent_steps,
@@ -332,15 +355,13 @@ def _open(trainer: Trainer, attempt: Attempt) -> None:
         objective=objectives.measured_as(config),
         judged_by=trainer.evaluator.judged_by,
         micro_batch_size=trainer.micro_batch_size,
-        warning=trainer.learning.earlier,
-        first_loss=trainer.learning.first_loss,
+        warning=attempt.learning.earlier,
+        first_loss=attempt.learning.first_loss,
         exactness=attempt.exactness,
         evaluation_batch_size=trainer.evaluator.at_most,
     )
-    trainer.evaluator.note = attempt.status.note
     if (at_most := trainer.evaluator.at_most) is not None:
         _log_line(f"recovery: at most {at_most} row(s) are evaluated at a time, as memory was short")
-    attempt.mirror.on_change = lambda state: attempt.status.update(mirror=state)
     if processes.is_main_process:
         attempt.log.metrics_file.truncate(step or -1, attempt.manager.store.staging)
     attempt.status.start(step)
@@ -369,7 +390,7 @@ def _watched(trainer: Trainer, attempt: Attempt) -> Iterator[None]:
     with (
         monitored(config.run_folder, attempt.manager.store.holds_lease) if watched else nullcontext(),
         watch_walltime(config.max_runtime, processes.launch, attempt.pace, attempt.interrupts) as walltime,
-        EmergencySave(attempt, trainer.checkpoint.optimizer, walltime, step, save_last),
+        EmergencySave(attempt, trainer.optimizer, walltime, step, save_last),
         Watchdog(attempt, trainer.heartbeat, step),
     ):
         yield

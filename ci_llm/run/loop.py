@@ -48,7 +48,7 @@ def train(trainer: Trainer, attempt: Attempt, batches: Batches) -> str | None:
     Returns:
         None at the last step, or the reason for which the run was asked to stop; either way that step is saved.
     """
-    trainer.checkpoint.last_good.begin(trainer.state.step)
+    trainer.nonfinite.last_good.begin(trainer.state.step)
     trainer.metrics.restart_clock()
     stop = evaluate(trainer, attempt) if trainer.evaluation_missed else None
     for step, micro_batches in batches if stop is None and not trainer.is_finished else ():

@@ -6,6 +6,7 @@ It works on the main process only. On other processes, and without the key `mirr
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -43,13 +44,24 @@ SHARE_BEFORE_STATUS: Final = 0.6
 
 
 class RunMirror:
-    """The mirror of one run, if it has one."""
+    """The mirror of one run, if it has one; a context manager around the attempt that writes the run.
 
-    def __init__(self, config: Config, manager: CheckpointManager, launch: Launch, interrupts: Interrupts) -> None:
+    Args:
+        on_change: called with the state of the mirror, as status.json shows it, in the thread of the mirror.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        manager: CheckpointManager,
+        launch: Launch,
+        interrupts: Interrupts,
+        on_change: Callable[[dict[str, Any]], object],
+    ) -> None:
         self._config, self._manager, self._launch, self._interrupts = config, manager, launch, interrupts
         self._mirror: Mirror | None = None
         self._found = Found()
-        self.on_change: Callable[[dict[str, Any]], object] = lambda state: None
+        self._stop: str | None = None
         if config.mirror is not None and launch.is_main_process:
             self._mirror = Mirror(
                 config.mirror,
@@ -57,7 +69,7 @@ class RunMirror:
                 keep=config.save_total_limit,
                 files=RUN_FILES,
                 max_mb_per_s=config.mirror_max_mb_per_s,
-                on_change=lambda state: self.on_change(asdict(state)),
+                on_change=lambda state: on_change(asdict(state)),
             )
 
     def fill_disk(self) -> None:
@@ -92,12 +104,13 @@ class RunMirror:
         """How far the mirror is behind, for a line of metrics."""
         return {} if self._mirror is None else self._mirror.metrics()
 
-    def settle(self, stop: str | None) -> None:
+    def send_last_save(self, stop: str | None) -> None:
         """Send the last checkpoint, before the status says how the run ended.
 
         Args:
             stop: why the run was asked to stop; None if it is complete.
         """
+        self._stop = stop
         if stop is None:
             self.flush(AT_THE_END_S)
         else:
@@ -114,24 +127,30 @@ class RunMirror:
         if self._mirror is None or self._mirror.flush(max(seconds, 0.0)):
             return
         state = self._mirror.state
+        again = shlex.join(["ci-llm", "checkpoints", "push", str(self._config.run_folder), state.url])
         logger.warning(
             f"mirror    step {state.step} is the newest in {state.url}: {state.error or 'there was no time for more'};"
-            f" ci-llm checkpoints push {self._config.run_folder} {state.url} sends the rest from this disk"
+            f" {again} sends the rest from this disk"
         )
 
-    def end(self, status: str | None, error: BaseException | None) -> None:
+    def __enter__(self) -> RunMirror:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        self.end(error)
+
+    def end(self, error: BaseException | None) -> None:
         """Send the last files of an attempt, and end the thread of the mirror.
 
         Args:
-            status: completed or interrupted; None: neither.
             error: the error that ended the attempt. After a KeyboardInterrupt nothing is sent.
         """
         if self._mirror is None:
             return
         try:
-            if status == "interrupted":
+            if error is None and self._stop is not None:
                 self.flush_before_kill()
-            elif status == "completed" or isinstance(error, Exception):
+            elif error is None or isinstance(error, Exception):
                 self.flush(LAST_FILES_S)
         finally:
             self._mirror.stop()

@@ -1,7 +1,4 @@
-"""What a run leaves between two steps: lines for people, metrics and checkpoints in its files, events for callbacks.
-
-`RunCheckpoint` collects what a checkpoint holds (run_checkpoint.py).
-"""
+"""What a run leaves between two steps: lines for people, metrics and checkpoints in its files, events for callbacks."""
 
 from __future__ import annotations
 
@@ -20,6 +17,8 @@ from ci_llm.crowd.objective import GrpoObjective
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.logs.progress import Position
 from ci_llm.run.attempt import Attempt
+from ci_llm.run.exactness import surroundings
+from ci_llm.run.run_checkpoint import contents
 from ci_llm.run.step.callbacks import Event, TrainerState
 from ci_llm.run.step.nonfinite import Findings, recovery_metrics
 from ci_llm.run.trainer import Trainer
@@ -48,13 +47,13 @@ def report(trainer: Trainer, attempt: Attempt, verdict: Verdict, findings: Findi
         if isinstance(trainer.objective, GrpoObjective):
             trainer.rollouts.report(metrics, step, findings.left_out)
         else:
-            trainer.learning.count(losses)
+            attempt.learning.count(losses)
     if step % trainer.config.logging_steps and step != trainer.total_steps:
         return
     if not isinstance(trainer.objective, GrpoObjective):  # whose loss is near 0 whatever is learned
         if not findings.bad_batch:
-            trainer.learning.look(norms.tolist())
-        trainer.learning.report(attempt.status, trainer.present_config.learning_rates)
+            attempt.learning.look(norms.tolist())
+        attempt.learning.report(attempt.status, trainer.present_config.learning_rates)
     line = _rates_and_epochs(trainer) | metrics.means() | recovery_metrics(state, trainer.config.batch_size)
     line |= memory_in_use(trainer.crowd.device) | metrics.speed() | attempt.mirror.metrics()
     attempt.log.metrics(step, line)
@@ -103,28 +102,26 @@ def contents_of(
     """The contents of a checkpoint of the present step, and the information for its manifest.
 
     Args:
-        generators: see `RunCheckpoint.contents`.
+        generators: see `contents` (run_checkpoint.py).
     """
-    state, checkpoint = trainer.state, trainer.checkpoint
-    rate = trainer.last_learning_rate if state.step else trainer.learning_rate(0)
-    contents = checkpoint.contents(state, rate, attempt.log.tracker_state(), generators)
+    state = trainer.state
     info = {  # the position, and what a resume compares
         "epoch": trainer.courses.epoch(state.step),
         "position": state.samples_seen,
-        "fingerprints": checkpoint.fingerprints,
-        "surroundings": checkpoint.surroundings(state),
+        "fingerprints": trainer.description.fingerprints,
+        "surroundings": surroundings(trainer, attempt),
     }
-    return contents, info | trainer.metrics.record()
+    return contents(trainer, attempt.log.tracker_state(), generators), info | trainer.metrics.record()
 
 
 def save(trainer: Trainer, attempt: Attempt) -> None:
     """Begin a checkpoint of where the run stands. A collective."""
     manager, step = attempt.manager, trainer.state.step
     logger.debug("step %d: save begins; the one before: %s", step, manager.last_result)
-    contents, info = contents_of(trainer, attempt)
+    state, info = contents_of(trainer, attempt)
     with trainer.heartbeat.resting():  # a slow disk is no hang
         keep = {*trainer.kept_steps, *attempt.mirror.sending}
-        begun = manager.save(step, contents, force=True, info=info, keep=keep)
+        begun = manager.save(step, state, force=True, info=info, keep=keep)
     if begun:
         call_event(trainer, attempt, "on_save")
 
@@ -139,7 +136,7 @@ def save_before_error(trainer: Trainer, attempt: Attempt) -> None:
 
 
 def position(trainer: Trainer, losses: Sequence[float] = ()) -> Position:
-    """The position of the run; `losses` are those of the step just taken."""
+    """The position of the run; `losses` are of the step just taken."""
     state = trainer.state
     rate = trainer.last_learning_rate if state.step else None
     done = state.tokens_seen, trainer.courses.epoch(state.step)
@@ -158,7 +155,7 @@ def outlook(trainer: Trainer) -> Iterator[str]:
     )
     config = trainer.present_config
     kinds = ", ".join(dict.fromkeys(own.lr_scheduler_type for own in config.each_agent))
-    optimizer = type(trainer.checkpoint.optimizer).__name__
+    optimizer = type(trainer.optimizer).__name__
     yield f"optimizer {optimizer}, learning_rate {config.learning_rates}, {kinds}"
     for change in trainer.state.history.planned:
         yield f"          crowd: after step {change.step} of {steps}, {change}"

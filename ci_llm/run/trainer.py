@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import model_has_dtensor
 from torch import nn
 from torch.utils import deterministic
@@ -31,22 +32,20 @@ from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agent
 from ci_llm.crowd.objective import TrainedObjective
 from ci_llm.crowd.rewarding import Drawer
 from ci_llm.data.agent_rows import Courses, EvaluationRows
-from ci_llm.data.prompts import Prompter, tokenizer_files
+from ci_llm.data.prompts import Prompter
 from ci_llm.data.sources import row_kind
-from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.precision import slow_bf16
 from ci_llm.distributed.processes import Processes, peer_errors
 from ci_llm.errors import ConfigError
 from ci_llm.run.attempt import Attempt
-from ci_llm.run.run_checkpoint import RunCheckpoint
 from ci_llm.run.start import agent_settings, loading
-from ci_llm.run.start.cost_model import settle
+from ci_llm.run.start.cost_model import resolve_auto
 from ci_llm.run.step.evaluator import Evaluator, StopVote
 from ci_llm.run.step.nonfinite import LastGood, NonFiniteResponse
 from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.rollout import Rollouts
 from ci_llm.run.step.state import TrainState, Validation
-from ci_llm.run.step.step_metrics import Learning, StepMetrics
+from ci_llm.run.step.step_metrics import StepMetrics
 from ci_llm.run.watchdog import Heartbeat
 
 logger = logging.getLogger(__name__)
@@ -78,21 +77,22 @@ class Trainer:
     Objective and evaluation follow the crowd when it changes. The other parts stay.
 
     Attributes:
+        loaded: the base, and the rows of every agent with which the run began.
+        description: what checkpoints say of the crowd; it follows the crowd.
         prepared: crowd and optimizer as the loop takes them.
-        checkpoint: collects what a checkpoint holds; it has base, optimizer and rows.
         nonfinite: responds to numbers that are not finite.
         memory: responds where memory runs out.
         rollouts: draws what agents learn from, where the objective asks for it.
         metrics: the steps since the last line of metrics.
-        learning: tells whether the agents learn.
     """
 
     config: Config
     processes: Processes
+    loaded: loading.Loaded
     crowd: Crowd
     objective: TrainedObjective
+    description: agent_settings.Description
     prepared: Prepared
-    checkpoint: RunCheckpoint
     state: TrainState
     total_steps: int
     nonfinite: NonFiniteResponse
@@ -101,11 +101,16 @@ class Trainer:
     heartbeat: Heartbeat
     rollouts: Rollouts
     metrics: StepMetrics
-    learning: Learning
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer itself, which moves the agents; `prepared` has it as Accelerate wraps it."""
+        found: torch.optim.Optimizer = self.prepared.optimizer
+        return found.optimizer if isinstance(found, AcceleratedOptimizer) else found
 
     @property
     def courses(self) -> Courses:
-        """The rows of the agents that stand in the crowd now, in their order; `checkpoint.rows` has the first ones."""
+        """The rows of the agents that stand in the crowd now; `loaded.rows` has the rows of all agents."""
         return courses_of(self.crowd.agents)
 
     @property
@@ -124,7 +129,7 @@ class Trainer:
         On several processes DistributedDataParallel wraps the crowd, without the frozen base, which each has loaded.
         Where each process holds a part of the base the crowd stays as it is: its gradients are reduced in the same way.
         """
-        accelerator, crowd, optimizer = self.processes.accelerator, self.crowd, self.checkpoint.optimizer
+        accelerator, crowd, optimizer = self.processes.accelerator, self.crowd, self.optimizer
         accelerator.unwrap_model(self.prepared.model, keep_fp32_wrapper=False)
         accelerator.free_memory()  # of what was prepared before
         tensors = *crowd.named_parameters(), *crowd.named_buffers()
@@ -138,7 +143,7 @@ class Trainer:
                 self.prepared = Prepared(*accelerator.prepare(crowd, optimizer, loader))
 
     def rate_of(self, agent: Agent, step: int) -> float:
-        """The learning rate of an agent at a 0-based step: that of its schedule, less what faults have cut."""
+        """The learning rate of an agent at a 0-based step: its schedule, less what faults have cut."""
         return agent.training.learning_rate(step) * self.state.lr_factor(agent.place)
 
     def learning_rate(self, step: int) -> float:
@@ -245,68 +250,65 @@ def build(
         logger.warning(f"precision {slow}")
     loaded = loaded or loading.load(config, processes, before.max_seq_length if before else None, given)
     loaded = loaded.for_agents(config.num_agents)
-    base, rows = loaded.base, loaded.rows
     config = config.with_settled(loaded.settled)
     for line in config.told_auto():
         logger.info(f"auto      {line}")
-    config = settle(config, rows, processes, given and given.model.config)
-    eval_rows = EvaluationRows.of(loaded.eval_rows)  # answers alone are evaluated, whatever is learned
-    crowd = build_crowd(config, base, processes)
-    crowd.prompter = Prompter(base.tokenizer, loading.common_form(config, rows))
-    loading.describe_rows(config, rows, eval_rows)
-    return assemble(
-        config, processes, attempt, base, crowd, loading.training_rows(config, rows), eval_rows, loaded.judged
-    )
+    config = resolve_auto(config, loaded.rows, processes, given and given.model.config)
+    crowd = build_crowd(config, loaded.base, processes)
+    crowd.prompter = Prompter(loaded.base.tokenizer, loading.common_form(config, loaded.rows))
+    trainer = assemble(config, processes, attempt, loaded, crowd)
+    loading.describe_rows(config, loaded.rows, trainer.evaluator.rows)
+    return trainer
 
 
-def assemble(
-    config: Config,
-    processes: Processes,
-    attempt: Attempt,
-    base: Base,
-    crowd: Crowd,
-    rows: Sequence[TokenizedRows],
-    eval_rows: EvaluationRows,
-    judged: Sequence[TokenizedRows] = (),
-) -> Trainer:
-    """The trainer at step 0, of parts that are ready; for `judged` see `Loaded`."""
-    heartbeat, holds_lease = Heartbeat(), attempt.manager.store.holds_lease
+def assemble(config: Config, processes: Processes, attempt: Attempt, loaded: loading.Loaded, crowd: Crowd) -> Trainer:
+    """The trainer at step 0, of parts that are ready."""
+    heartbeat = Heartbeat()
     rows_per_step = config.rows_per_step(processes.num_processes)
-    steps = loading.steps_of(config, [*map(len, rows)], rows_per_step)
+    steps = loading.steps_of(config, [*map(len, loaded.rows)], rows_per_step)
     state = TrainState.of_agents(
         config.num_agents,
         rows_per_step=rows_per_step,
         loss_scale=INITIAL_LOSS_SCALE if config.mixed_precision == "fp16" else None,
         validation=Validation(config.metric_for_best_model),
     )
-    agent_settings.prepare_agents(crowd.agents, config, rows, rows_per_step, steps)
-    betas, groups = (config.adam_beta1, config.adam_beta2), [agent.optimizer_group for agent in crowd.agents]
+    agent_settings.assign_training(crowd.agents, config, loaded.rows, rows_per_step, steps)
+    groups = [agent.optimizer_group for agent in crowd.agents]
+    betas = config.adam_beta1, config.adam_beta2
     optimizer = torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, fused=True)
     attempt.manager.watch(optimizer)
-    last_good = LastGood(crowd.storage.rows, optimizer)
-    memory = MemoryRelief(config, base, crowd, processes.num_processes)
-    objective = agent_settings.objective_of(config, crowd)
-    vote = StopVote(processes, attempt.interrupts, heartbeat.tick)
-    files = tokenizer_files(base.tokenizer)
-    checkpoint = RunCheckpoint(config, base, crowd, optimizer, rows, files, last_good, processes, config)
+    memory = MemoryRelief(config, loaded.base, crowd, processes.num_processes)
+    objective = agent_settings.trained_objective(config, crowd)
     return Trainer(
         config=config,
         processes=processes,
+        loaded=loaded,
         crowd=crowd,
         objective=objective,
+        description=agent_settings.describe(config, state.numbers, loaded, crowd, stopped={}),
         prepared=Prepared(crowd, optimizer),
-        checkpoint=checkpoint,
         state=state,
         total_steps=steps,
         nonfinite=NonFiniteResponse(
-            last_good, config.run_folder, holds_lease, drops_agents=config.trial_steps is not None
+            LastGood(crowd.storage.rows, optimizer),
+            config.run_folder,
+            attempt.manager.store.holds_lease,
+            drops_agents=config.trial_steps is not None,
         ),
         memory=memory,
-        evaluator=Evaluator(config, crowd, eval_rows, objective, judged, vote, memory),
+        evaluator=Evaluator(
+            config,
+            crowd,
+            EvaluationRows.of(loaded.eval_rows),  # answers alone are evaluated, whatever is learned
+            objective,
+            loaded.judged,
+            StopVote(processes, attempt.interrupts, heartbeat.tick),
+            memory,
+            lambda **fields: attempt.status.note(**fields),  # the status is another object once the attempt has begun
+        ),
         heartbeat=heartbeat,
         rollouts=Rollouts(Drawer(crowd, heartbeat.tick), processes),
         metrics=StepMetrics(state.names, crowd.device),
-        learning=Learning(state.names, steps),
     )
 
 

@@ -1,7 +1,7 @@
 """The watchdog ends a run without progress: the stacks of all its processes go into the log, the reason is `hang`.
 
 Every process watches its own main thread, which gives a sign of life at each micro-step, batch of an evaluation and
-generated token. The first process that is silent for too long creates the folder `hang` in that of the attempt. The
+generated token. The first process that is silent for too long creates `hang` in the attempt's folder. The
 others see the folder, write their stacks into it, and all of them end. It works in a thread of its own, because no
 other one can end a process whose main thread waits in a collective.
 """
@@ -153,7 +153,8 @@ class Watchdog:
 
 def _stacks() -> str:
     """The stacks of all threads of this process. It reads no file, not even sources: the disk may be what hangs."""
-    names, lines = {each.ident: each.name for each in threading.enumerate()}, list[str]()
+    names = {each.ident: each.name for each in threading.enumerate()}
+    lines: list[str] = []
     for thread, frame in sys._current_frames().items():
         lines.append(f"thread {names.get(thread, thread)}, innermost call first:")
         for at, number in traceback.walk_stack(frame):

@@ -33,7 +33,7 @@ from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, NonFinite, StoppedBeforeMeeting
 from ci_llm.interrupts import Interrupts
 from ci_llm.run.attempt import Attempt
-from ci_llm.run.job import joined, run_among, stopped_before_meeting
+from ci_llm.run.job import joined, opened, run_attempt, stopped_before_meeting
 from ci_llm.run.result import write_page
 from ci_llm.run.start.cost_model import USABLE, Untraceable, lengths_of, trace_longest
 from ci_llm.run.start.loading import Loaded, choice_by_test_rows, load, steps_of
@@ -177,6 +177,7 @@ class SweepRunner:
         self._reading, self._interrupts, self._launch = reading, interrupts, launch
         self._say: Callable[[str], None] = say if launch.is_main_process else lambda _: None
         self._folder = reading.config.run_folder
+        self._segment: Attempt | None = None  # at the newest run
 
     def plan(self) -> HalvingPlan:
         """The plan of the sweep, for a dry run."""
@@ -233,7 +234,7 @@ class SweepRunner:
                 manager.close()
             finally:
                 # Now that the status is written: SLURM ends what is left of the job. The log of the segment is closed.
-                if line := attempt.last_act():
+                if self._segment is not None and (line := self._segment.last_act()):
                     self._say(line)
 
     def _load(self, processes: Processes) -> Loaded:
@@ -265,11 +266,12 @@ class SweepRunner:
             if pack.rung and all(segment.rung < pack.rung for segment in sweep.standings.segments if segment.is_over):
                 self._say_boundary(sweep, pack.rung - 1)
             self._say(_head(pack, sweep))
-            offset = _steps_done(sweep) - sweep.standings.plan.first_step(pack.rung)
-            follow = Callbacks([_Follow(attempt.status, offset)])
-            shared: dict[str, Any] = {"sources": sources, "callbacks": follow, "loaded": loaded, "within": attempt}
+            done, first = _steps_done(sweep), sweep.standings.plan.first_step(pack.rung)
+            follow = Callbacks([_Follow(attempt.status, done - first)])
             try:
-                result = run_among(processes, pack.config, self._interrupts, **shared)
+                with opened(processes, pack.config, self._interrupts, sources=sources, callbacks=follow) as segment:
+                    self._segment = segment
+                    result = run_attempt(segment, processes, loaded=loaded)
             except NonFinite as end:
                 self._say(f"sweep     segment {pack.number} ends: {end.what}")
                 scores = [math.nan] * len(pack.trials)

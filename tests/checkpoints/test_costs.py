@@ -11,7 +11,7 @@ import torch
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import load_config
-from ci_llm.run.start.beginning import find_start, prepare, read_beginning
+from ci_llm.run.start.beginning import find_start, read_beginning, record_start
 from tests.support import costs
 from tools.testbed.forkserver import ForkServer
 from tools.testbed.trials import Cell
@@ -44,7 +44,7 @@ def test_a_resumed_run_reads_every_byte_once(run: Path) -> None:
     with CheckpointManager(run, async_save=False) as manager, costs.bytes_read() as read:
         start = find_start(manager, config, read_beginning(run))
         manager.store.acquire_lease()
-        prepare(manager, start)
+        record_start(manager, start)
         assert start.source is not None
         assert start.source.manifest.step == 2
         assert manager.save(3, STATE)

@@ -288,12 +288,12 @@ def test_a_machine_that_repeats_no_bits_is_told_or_fails_where_it_has_to(
     deterministic: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Mock(config=load_config(None, [f"deterministic={deterministic}"]))
-    run.checkpoint.bits = {"layer": 1}
-    monkeypatch.setattr(toy_run, "record_bits", lambda _: run.checkpoint.bits.update(layer=2))
-    assert says in toy_run._repeated(run)
-    run.config, run.checkpoint.bits = load_config(None, ["deterministic=true"]), {"layer": 1}
+    attempt = Mock(bits={"layer": 1})
+    monkeypatch.setattr(toy_run, "record_bits", lambda _, attempt: attempt.bits.update(layer=2))
+    assert says in toy_run._repeated(run, attempt)
+    run.config, attempt.bits = load_config(None, ["deterministic=true"]), {"layer": 1}
     with pytest.raises(ModelError, match="other bits"):
-        toy_run._repeated(run)
+        toy_run._repeated(run, attempt)
 
 
 def test_checks_that_depend_on_a_failed_one_are_reported_as_skipped() -> None:

@@ -12,7 +12,7 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import load_config
 from ci_llm.core.run_folder import BEGINNING
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint
-from ci_llm.run.start.beginning import Start, find_start, known_beginning, prepare, read_beginning
+from ci_llm.run.start.beginning import Start, find_start, known_beginning, read_beginning, record_start
 from tests.support.log_lines import log_lines
 
 
@@ -35,7 +35,7 @@ class Folder:
         with log_lines() as self.lines, CheckpointManager(self.path, async_save=False) as manager:
             start = find_start(manager, config, known_beginning(manager, config), at_most)
             manager.store.acquire_lease()
-            self.lines += [start.note, *prepare(manager, start)]
+            self.lines += [start.note, *record_start(manager, start)]
             for step in saves:
                 assert manager.save(step, state(self.path.name, step))
         return start

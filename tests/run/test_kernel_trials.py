@@ -15,16 +15,18 @@ from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.lora import kernels
 from ci_llm.lora.kernels import PARTS
-from ci_llm.run.one_layer import choose, kernels_of
-from tests.run.test_one_layer import assert_same, crowd_on, everything, trains
+from ci_llm.run.autotune import approve_kernels
+from ci_llm.run.exactness import fixed_batch, kernels_of
+from tests.run.test_layer_digest import assert_same, crowd_on, everything, trains
 from tests.support import small_run
 
 ALONE: Any = SimpleNamespace(follow=lambda: None, gather_object=lambda value: [value], autocast=nullcontext)
-LENGTHS = (9, 17, 5)
+LENGTHS = (5, 9, 17)
 
 
 def tried(crowd: Crowd, processes: Any = ALONE, train: Any = None, *, own_rows: bool = False) -> list[str]:
-    return choose(crowd, LENGTHS, train or trains(crowd), processes, own_rows=own_rows)
+    batch = fixed_batch(crowd, LENGTHS, own_rows=own_rows, most_targets=8)
+    return approve_kernels(crowd, batch, train or trains(crowd), processes)
 
 
 @pytest.mark.fast_cases(2)

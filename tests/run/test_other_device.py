@@ -20,7 +20,7 @@ from ci_llm.core import determinism
 from ci_llm.distributed import precision
 from ci_llm.distributed.precision import Speed
 from ci_llm.embedded import BASE_FOLDER
-from ci_llm.run.run_checkpoint import Resume, RunCheckpoint
+from ci_llm.run.exactness import restore_generators, surroundings
 from ci_llm.run.step.nonfinite import placed
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.trainer import set_determinism
@@ -131,11 +131,11 @@ def test_generators_are_restored_on_as_many_processes_and_seeded_on_others(proce
         saved[f"process{index}"] = determinism.capture()
     wanted = draw()  # of process 1
     at = SimpleNamespace(process_index=processes - 1, num_processes=processes)
-    part: Any = SimpleNamespace(run=SimpleNamespace(processes=at, config=Config(seed=3)))
+    run: Any = SimpleNamespace(processes=at, config=Config(seed=3), state=TrainState(step=5))
     drawn = []
     for before in range(2):
         determinism.seed_everything("whatever it was before", before)
-        assert Resume._restore_generators(part, saved, 5, processes == len(saved)) == []
+        assert restore_generators(run, saved, same_processes=processes == len(saved)) == []
         drawn.append(draw())
     determinism.restore(kept)
     assert drawn[0] == drawn[1]
@@ -150,14 +150,14 @@ def test_a_gpu_is_deterministic_only_where_anything_else_is_an_error(mode: bool 
             device=torch.device("cuda:0"), storage=SimpleNamespace(pass_per_agent=False), shares_prompts=False
         ),
         processes=SimpleNamespace(num_processes=1),
-        config=Config(),
-        bits={},
+        micro_batch_size=1,
     )
+    attempt: Any = SimpleNamespace(bits={})
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         torch.use_deterministic_algorithms(False)
         set_determinism(Config(deterministic=mode))
-        found = RunCheckpoint.surroundings(run, TrainState())
+        found = surroundings(run, attempt)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     assert found["deterministic"] == is_sure

@@ -15,8 +15,8 @@ import torch
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.cli.main import main
 from ci_llm.cluster import launch
-from ci_llm.run import one_layer
-from ci_llm.run.one_layer import try_threads
+from ci_llm.run import autotune
+from ci_llm.run.autotune import set_fastest_threads
 from tests.run.test_other_processor import digests
 from tests.support import small_run
 from tests.support.campaign import sampled
@@ -72,8 +72,8 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def choose(seconds: dict[int, float], disturbed: Any = None, processes: Any = None, like: Any = None) -> Any:
         machine = Machine(seconds, disturbed)
-        monkeypatch.setattr(one_layer, "time", machine)
-        line = try_threads(machine.once, like or LIKE, processes or alone(max(seconds)), CALM)
+        monkeypatch.setattr(autotune, "time", machine)
+        line = set_fastest_threads(machine.once, like or LIKE, processes or alone(max(seconds)), CALM)
         return machine, line, torch.get_num_threads()
 
     return choose
@@ -94,7 +94,7 @@ def test_the_fastest_number_is_taken(trial: Any, seconds: dict[int, float], take
     machine, line, threads = trial(seconds)
     assert threads == taken
     assert machine.tried[: len(counts)] == counts
-    assert len(machine.tried) <= one_layer.ROUNDS * len(seconds)
+    assert len(machine.tried) <= autotune.ROUNDS * len(seconds)
     assert line.startswith(f"{taken} of {max(seconds)} cores, by a trial of one layer (")
 
 
@@ -141,7 +141,7 @@ def test_a_request_to_stop_ends_the_trial(on: str, at: int, cache: Path) -> None
         return [own, own if isinstance(own, int) else (own[0], reason())]
 
     processes, interrupts = alone(2, peers=gathered), Asked()
-    line = try_threads(lambda: tried.append(torch.get_num_threads()), LIKE, processes, interrupts)  # type: ignore[arg-type]
+    line = set_fastest_threads(lambda: tried.append(torch.get_num_threads()), LIKE, processes, interrupts)  # type: ignore[arg-type]
     assert (len(tried), line, torch.get_num_threads(), cache.exists()) == (at, None, 3, False)
 
 
@@ -182,12 +182,12 @@ def test_a_run_after_a_trial_has_the_bits_of_one_without(
 ) -> None:
     """Gradients, generators and weights are as if there had been none; and each start takes the same number."""
     random: Sequence[str] = ("lora_dropout=0.1", "dropconnect_p=0.05")
-    two_cores.setattr(one_layer, "time", Favour(1))
+    two_cores.setattr(autotune, "time", Favour(1))
     assert train(tmp_path / "tried", *random) == 0
     assert "threads   1 of 2 cores, by a trial of one layer (1: 1e+03 ms, 2: 2e+03 ms)" in capsys.readouterr().out
     assert train(tmp_path / "given", *random, "cpu_threads=1") == 0
     assert "threads   " not in capsys.readouterr().out
-    two_cores.setattr(one_layer, "time", clock := Favour(2))
+    two_cores.setattr(autotune, "time", clock := Favour(2))
     assert train(tmp_path / "known", *random) == 0
     assert "threads   1 of 2 cores, as an earlier start found: " in capsys.readouterr().out
     assert clock.asked == 0
@@ -202,7 +202,7 @@ def test_a_resume_takes_the_number_of_its_checkpoint(
 ) -> None:
     longer = ("max_train_steps=4", "lr_scheduler_type=constant")
     assert train(tmp_path, "lr_scheduler_type=constant", "cpu_threads=2") == 0
-    two_cores.setattr(one_layer, "time", clock := Favour(1))
+    two_cores.setattr(autotune, "time", clock := Favour(1))
     torch.set_num_threads(1)
     capsys.readouterr()
     assert train(tmp_path, *longer) == 0
@@ -218,7 +218,7 @@ def train_on_many_cores(folder: str, arguments: list[str], fate: None) -> int:
     os.environ.pop("OMP_NUM_THREADS")
     os.environ["CI_LLM_CACHE"] = str(Path(folder, "cache"))
     launch._num_cores = lambda: 8
-    one_layer.time = Favour(2 if os.environ["RANK"] == "0" else 4)  # type: ignore[assignment]
+    autotune.time = Favour(2 if os.environ["RANK"] == "0" else 4)  # type: ignore[assignment]
     code = train_watched(folder, arguments, fate)
     Path(folder, f"threads{os.environ['RANK']}").write_text(f"{torch.get_num_threads()}")
     return code

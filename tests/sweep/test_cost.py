@@ -81,6 +81,6 @@ def test_a_run_that_fails_before_it_trains_leaves_a_shared_base_without_agents(
 
     monkeypatch.setattr(job, "_resume", broken)
     config = READING.config.model_copy(update={"output_dir": str(tmp_path)})
-    with pytest.raises(RuntimeError, match="the resume failed"):
-        job.run_among(processes, config, Interrupts(), loaded=loaded)
+    with job.opened(processes, config, Interrupts()) as attempt, pytest.raises(RuntimeError, match="the resume failed"):
+        job.run_attempt(attempt, processes, loaded=loaded)
     assert not [layer for layer in loaded.base.model.modules() if isinstance(layer, AdaptedLinear)]

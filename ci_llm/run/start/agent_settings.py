@@ -1,29 +1,33 @@
-"""What each agent is, by the configuration: its adapter, objective, rows and training.
+"""What each agent is, by the configuration: its adapter, objective, rows and training; and what checkpoints say of it.
 
 A run needs them at its start, and again whenever its crowd changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ci_llm import objectives
 from ci_llm.agents.agent import Agent, Training, schedule
 from ci_llm.config import Config
-from ci_llm.config.own_keys import NAME, OWN_KEYS
+from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.given_path import META
+from ci_llm.crowd.importing import fingerprint_of_start
 from ci_llm.crowd.objective import GrpoObjective, NextToken, Preferences, TrainedObjective
-from ci_llm.data.agent_rows import Course
+from ci_llm.data.agent_rows import Course, fingerprint_of
 from ci_llm.data.order import Plan
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.lora.settings import FIELD_OF_KEY, AgentLora, LoraSettings
 from ci_llm.objectives.grpo import Grpo
 from ci_llm.objectives.grpo.rewards import rewards_of
+from ci_llm.run.start.loading import Loaded
 
 
 def lora_settings(config: Config) -> LoraSettings:
-    """The shapes of the agents, as the configuration has them."""
+    """The adapters of all agents that the configuration names."""
     own = [{FIELD_OF_KEY[key]: agent[key] for key in agent if key in FIELD_OF_KEY} for agent in config.agents]
     return LoraSettings(
         num_agents=config.num_agents,
@@ -35,7 +39,7 @@ def lora_settings(config: Config) -> LoraSettings:
 
 
 def crowd_settings(config: Config, numbers: Sequence[int]) -> LoraSettings:
-    """The shapes of the agents of these numbers, as the configuration has them."""
+    """The adapters of the agents with these numbers."""
     settings = lora_settings(config_of(config, numbers))
     # What keys the draws of an agent, together with its seed.
     indices = [0 if config.agents and "seed" in config.agents[number] else number for number in numbers]
@@ -44,7 +48,7 @@ def crowd_settings(config: Config, numbers: Sequence[int]) -> LoraSettings:
     return replace(settings, agents=tuple({**mine, "index": index} for mine, index in entries))
 
 
-def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:
+def trained_objective(config: Config, crowd: Crowd) -> TrainedObjective:
     """The objective of the agents of `config`."""
     each = zip(config.each_agent, (agent.settings for agent in crowd.agents), strict=True)
     keys = [(agent.seed, agent.index) if own.row_weights == "bootstrap" else None for own, agent in each]
@@ -60,14 +64,14 @@ def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:
     )
 
 
-def prepare_agents(
+def assign_training(
     agents: Sequence[Agent], config: Config, rows: Sequence[TokenizedRows], rows_per_step: int, total_steps: int
 ) -> None:
     """Tell every agent how and on what it trains.
 
     Args:
         config: the configuration whose agents these are.
-        rows: the rows of each; those of agents that share a data set are one object.
+        rows: the rows of each agent; agents that share a data set have one object.
         rows_per_step: the rows per step of each course.
     """
     courses: dict[int, Course] = {}
@@ -84,9 +88,43 @@ def training_of(own: Config, agent: AgentLora) -> tuple[Hashable, ...]:
 
 
 def config_of(config: Config, numbers: Sequence[int]) -> Config:
-    """The configuration whose `agents` are those of these numbers."""
+    """The configuration with only the agents of these numbers."""
     if [*numbers] == [*range(config.num_agents)]:
         return config
     entries = config.agents or ({},) * config.num_agents
     own = tuple({NAME: f"agent{number}", **entries[number]} for number in numbers)
     return config.model_copy(update={"agents": own, "num_agents": len(own)})
+
+
+@dataclass(frozen=True)
+class Description:
+    """What all checkpoints of the present crowd hold alike.
+
+    Attributes:
+        files: by their names: the configuration, the tokenizer, what the agents are.
+        stopped: by their names the files of agents that have left it.
+        fingerprints: those that must be the same for a run to be the same run.
+    """
+
+    files: dict[str, Any]
+    stopped: dict[str, Any]
+    fingerprints: dict[str, str]
+
+
+def describe(
+    config: Config, numbers: Sequence[int], loaded: Loaded, crowd: Crowd, stopped: Mapping[str, Any]
+) -> Description:
+    """The description of a crowd, in which the agents with these numbers stand."""
+    base, present = loaded.base, config_of(config, numbers)
+    each = zip(present.agent_names, present.each_agent, strict=True)
+    own = [{NAME: name, **to_plain({key: getattr(agent, key) for key in OWN_KEYS})} for name, agent in each]
+    settings = {"agents": own} if present.agents else {}
+    files = {
+        # The tensors of agents move to new memory whenever the crowd is prepared: a save looks for them itself.
+        **{name: value for name, value in crowd.adapter_files().items() if name.endswith("/adapter_config")},
+        META: crowd.meta(base.fingerprint) | settings,
+        "config.yaml": config.dump().encode(),
+        **{f"tokenizer/{name}": data for name, data in loaded.tokenizer_files.items()},
+    }
+    prints = {"base": base.fingerprint, "base_rounded": base.rounded_fingerprint, "data": fingerprint_of(loaded.rows)}
+    return Description(files, {**stopped}, prints | fingerprint_of_start(crowd))

@@ -1,9 +1,8 @@
-"""The beginning of an attempt: the step from which it resumes, and the requests in the run's folder.
+"""The beginning of an attempt: from which checkpoint it resumes, and how its folder changes before it trains.
 
 The file beginning.json records how the run began. Later attempts resume from the newest step of the run. Supervisors,
 queues and people repeat the same command, so `resume_from_checkpoint`, `restart_from` and `overwrite_output_dir` act
-only the first time they are given, and the record says that they have acted. Earlier attempts and the supervisor leave
-requests in the folder as well (`Requests`).
+only the first time they are given, and the record says that they have acted.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,24 +23,14 @@ from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.config import Config
 from ci_llm.core.durable import write_json
 from ci_llm.core.remote import is_url
-from ci_llm.core.run_folder import (
-    BEGINNING,
-    OF_A_RUN,
-    BadBatch,
-    Recovery,
-    is_run,
-    read_known,
-    read_recovery,
-    read_skipped_batches,
-)
-from ci_llm.core.run_status import last_attempt
+from ci_llm.core.run_folder import BEGINNING, OF_A_RUN, is_run, read_known
 from ci_llm.crowd.given_path import require_checkpoint, require_run
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, ConfigError, DamagedCheckpoint, LaunchError, ProgressLost
 from ci_llm.mirror.filling import local_copy
 from ci_llm.run.mirroring import RunMirror
-from ci_llm.run.step.requests import forget_after, read_record
-from ci_llm.run.step.state import CrowdChange, TrainState
+from ci_llm.run.start.inherited import Inherited, read_inherited
+from ci_llm.run.step.requests import forget_after
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +115,7 @@ def known_beginning(manager: CheckpointManager, config: Config) -> Beginning | N
         return None
 
 
-def prepare(manager: CheckpointManager, start: Start) -> list[str]:
+def record_start(manager: CheckpointManager, start: Start) -> list[str]:
     """Move aside what `start` supersedes, in a leased folder, and write the record; returns lines for people.
 
     Raises:
@@ -174,7 +163,8 @@ def open_source(given: str, where: str) -> Checkpoint:
         require_run(read_manifest(folder), folder, where)
         return load_checkpoint(folder)
     except DamagedCheckpoint as damage:
-        damage.hint = f"ci-llm checkpoints list {folder.parent} says which others are whole: give one of them"
+        listed = shlex.join(["ci-llm", "checkpoints", "list", str(folder.parent)])
+        damage.hint = f"{listed} says which others are whole: give one of them"
         raise
 
 
@@ -279,17 +269,19 @@ def _settings(config: Config) -> dict[str, Any]:
 def _overwrite(config: Config, wanted: str | None) -> Start:
     given = Path(wanted or LATEST).resolve()
     if any(entry.resolve() in (given, *given.parents) for entry in _entries(config.run_folder)):
+        back = shlex.quote(f"restart_from={config.resume_from_checkpoint}")
         raise ConfigError(
             "the run cannot begin from what overwrite_output_dir moves aside",
             where=_as_given(wanted),
-            hint=f"restart_from={config.resume_from_checkpoint} goes back to it; experiment_name=NAME begins elsewhere",
+            hint=f"{back} goes back to it; experiment_name=NAME begins elsewhere",
         )
     record = replace(_first(wanted), overwrote=_settings(config))
     return replace(_from_the_beginning(record), sets_aside=True)
 
 
 def _go_back(manager: CheckpointManager, back: str, record: Beginning) -> Start:
-    record, where = replace(record, restarted_from=back), f"restart_from: {back}"
+    record = replace(record, restarted_from=back)
+    where = f"restart_from: {back}"
     if not back.isdecimal():
         source = open_source(back, where)
     elif int(back) in (steps := manager.all_steps()):
@@ -320,11 +312,13 @@ def _require_same_beginning(
     if wanted is not None and known is not None and any(_same_place(Path(wanted), each) for each in newest):
         return known.also_meant_by(wanted)
     if wanted is None:
-        what, back = "a fresh start is wanted, but", "restart_from=STEP goes back"
+        what = "a fresh start is wanted, but"
+        back = "restart_from=STEP goes back"
     else:
         open_source(wanted, _as_given(wanted))  # a path without a checkpoint is refused first
         began = known.source if known and known.source else "a fresh start"
-        what, back = f"the run that is here began from {began}, and", f"restart_from={wanted} takes this run there"
+        what = f"the run that is here began from {began}, and"
+        back = f"{shlex.quote(f'restart_from={wanted}')} takes this run there"
     raise ConfigError(
         f"{what} this folder holds checkpoints of steps {_listed(steps)}",
         where=f"{_as_given(wanted)}, output_dir: {folder}",
@@ -366,81 +360,17 @@ def nothing_to_train(step: int, total_steps: int, folder: Path) -> ConfigError:
     )
 
 
-@dataclass(frozen=True)
-class Requests:
-    """The requests of the run's folder to this attempt.
-
-    Attributes:
-        recovery: the requests of the supervisor.
-        at_most: the newest step from which this attempt may resume; None: any. It holds for one attempt only, because
-            that one writes a status.
-        bad_batches: steps that earlier attempts have skipped.
-        beginning: how the run began; None: no attempt has recorded it.
-        changes: changes of the crowd that earlier attempts have accepted.
-    """
-
-    recovery: Recovery = field(default_factory=Recovery)
-    at_most: int | None = None
-    bad_batches: tuple[BadBatch, ...] = ()
-    beginning: Beginning | None = None
-    changes: tuple[CrowdChange, ...] = ()
-
-
-def read_requests(manager: CheckpointManager, config: Config) -> Requests:
-    """Read the requests in the folder of the run.
-
-    Raises:
-        CheckpointError: a file is not of this program, and this attempt depends on it.
-    """
-    run_folder = manager.directory
-    recovery = read_recovery(run_folder)
-    at_most = recovery.latest_step_allowed(last_attempt(run_folder))
-    skipped = tuple(read_skipped_batches(run_folder))
-    changes = tuple(each.change for each in read_record(run_folder) if each.refused is None)
-    return Requests(recovery, at_most, skipped, known_beginning(manager, config), changes)
-
-
-def apply_requests(state: TrainState, requests: Requests) -> TrainState:
-    """The state of the checkpoint with the requests on top."""
-    asked = requests.recovery
-    recovery = state.recovery.with_requests(asked.learning_rate_factor, asked.micro_batch_size)
-    recovery = recovery.with_batches(requests.bad_batches)
-    return replace(state, recovery=recovery).with_planned(requests.changes)
-
-
-def in_force(state: TrainState, batch_size: int) -> Iterator[str]:
-    """Lines for people: in what the run differs from its configuration.
-
-    Args:
-        batch_size: as configured.
-    """
-    recovery = state.recovery
-    if recovery.requested_lr_factor != 1.0:
-        yield f"learning rate x {recovery.requested_lr_factor:.3g} for all agents"
-    for agent in state.agents:
-        if agent.recovery.lr_factor != 1.0:
-            yield f"learning rate x {agent.recovery.lr_factor:.3g} for {agent.name}"
-    if (limit := recovery.limit(batch_size)) < batch_size:
-        yield f"micro-batch of at most {limit} row(s), the effective batch holds"
-    if recovery.pass_per_agent:
-        yield "every agent takes a pass of its own"
-    if recovery.recompute:
-        yield "layers are recomputed in the backward pass"
-    if recovery.bad_batches:
-        yield f"steps skipped: {', '.join(str(batch.step + 1) for batch in recovery.bad_batches)}"
-
-
 def agree_on_start(
     config: Config, processes: Processes, manager: CheckpointManager, mirror: RunMirror
-) -> tuple[Start, Requests]:
-    """Where an attempt begins, and the requests to it. A collective."""
+) -> tuple[Start, Inherited]:
+    """Where an attempt begins, and what earlier ones have left for it. A collective."""
     processes.on_main(mirror.fill_disk)
-    requests = processes.on_main(partial(read_requests, manager, config))
+    inherited, known = processes.on_main(lambda: (read_inherited(manager.directory), known_beginning(manager, config)))
     with processes.main_process_first():
-        start = find_start(manager, config, requests.beginning, requests.at_most)
+        start = find_start(manager, config, known, inherited.at_most)
     require_same_step(processes, config.run_folder, start.source.manifest.step if start.source else None)
-    if start.sets_aside:  # the requests are for the run that moves aside
-        requests = Requests()
+    if start.sets_aside:  # all of it is for the run that moves aside
+        inherited = Inherited()
     if start.goes_back:  # changes that earlier attempts have made after that step are not made again
-        requests = replace(requests, changes=())
-    return start, requests
+        inherited = replace(inherited, changes=())
+    return start, inherited

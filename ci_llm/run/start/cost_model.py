@@ -3,8 +3,8 @@
 Fake tensors have shape, dtype and device but no storage. So a base of eight billion parameters is traced on a laptop
 in seconds, forward and backward, with the family's own layers and the kernels that the device would take.
 
-`auto` of `pass_per_agent` and of `use_gradient_checkpointing` is settled here. Where memory decides, it is by whether
-the activations would fit.
+`auto` of `pass_per_agent` and of `use_gradient_checkpointing` gets its value here. Where memory decides, it is by
+whether the activations would fit.
 """
 
 from __future__ import annotations
@@ -138,9 +138,10 @@ def trace_longest(
     config: Config, shape: PreTrainedConfig, device: torch.device, rows: int, lengths: Lengths, processes: int = 1
 ) -> Trace:
     """Trace the longest micro-step to expect of rows with these lengths; see `trace`."""
-    tokens, rows = lengths.longest_in_batch(rows), rows * lengths.branches
+    tokens = lengths.longest_in_batch(rows)
     targets = lengths.learned_of(tokens)
-    return trace(config, shape, device, rows=rows, tokens=tokens, targets=targets, processes=processes)
+    branches = rows * lengths.branches
+    return trace(config, shape, device, rows=branches, tokens=tokens, targets=targets, processes=processes)
 
 
 def _quantized(config: Config, crowd: Crowd) -> tuple[int, int]:
@@ -262,7 +263,7 @@ class _Ledger(TorchDispatchMode):
 
 
 def _flops(operation: Any, args: Any, kwargs: Any, result: Any) -> float:
-    """Operations by torch's counter, and those that it leaves out: products in place, and those of oneDNN."""
+    """Operations by torch's counter, and two that it leaves out: products in place, and oneDNN's products."""
     if (count := flop_registry.get(operation)) is not None:
         return float(count(*args, **kwargs, out_val=result))
     if operation.__name__ == "baddbmm_":
@@ -282,8 +283,9 @@ _SIDE: Final = {"cpu": 768, "cuda": 4096}
 def flops_per_s(config: Config, shape: PreTrainedConfig, device: torch.device) -> float:
     """Operations per second that training will reach, by a matrix product in the precision of the forward pass."""
     dtype = autocast_dtype(config.mixed_precision) or base_dtype(config, shape, device)
-    side, times = _SIDE[device.type], []
+    side = _SIDE[device.type]
     matrix = torch.ones(side, side, dtype=dtype, device=device)
+    times: list[float] = []
     for _ in range(4):
         start = time.perf_counter()
         (matrix @ matrix)[0, 0].item()  # waits for the device
@@ -291,7 +293,7 @@ def flops_per_s(config: Config, shape: PreTrainedConfig, device: torch.device) -
     return EFFICIENCY * 2.0 * side**3 / min(times)
 
 
-def settle(
+def resolve_auto(
     config: Config,
     each: Sequence[TokenizedRows],
     processes: Processes,
@@ -303,18 +305,21 @@ def settle(
 
     Args:
         each: the rows of every agent, or of all.
-        shape: the shape of a base that a call in Python has loaded; None: that of `model_name`.
+        shape: of a base that a call in Python has loaded; None: it is read from `model_name`.
     """
     if config.kernels == AUTO:
         config = config.model_copy(update={"kernels": FAST})
-    for key in ("pass_per_agent", "use_gradient_checkpointing"):
+    without_estimate = {
+        "pass_per_agent": passes_without_estimate(config, processes.device),
+        "use_gradient_checkpointing": (None, ""),
+    }
+    for key, (value, why) in without_estimate.items():
         if getattr(config, key) != AUTO:
             continue
-        settled, why = passes_without_estimate(config, processes.device) if key == "pass_per_agent" else (None, "")
-        if settled is None:
-            settled, why = _too_large(config.model_copy(update={key: False}), each, processes, shape)
-        logger.info(f"memory    {key}={str(settled).lower()}: {why}")
-        config = config.model_copy(update={key: settled})
+        if value is None:
+            value, why = _too_large(config.model_copy(update={key: False}), each, processes, shape)
+        logger.info(f"memory    {key}={str(value).lower()}: {why}")
+        config = config.model_copy(update={key: value})
     return config
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import date
+from functools import cached_property
 from typing import Any, Final
 
 from ci_llm.base.load import Base, load_architecture, load_base, positions_of, require_positions
@@ -22,7 +23,7 @@ from ci_llm.config.schema import ObjectiveKeys, RewardKeys
 from ci_llm.core.quantities import count
 from ci_llm.data.agent_rows import EvaluationRows, once_each
 from ci_llm.data.encoder import Encoder, use_chat_template
-from ci_llm.data.prompts import form_of
+from ci_llm.data.prompts import form_of, tokenizer_files
 from ci_llm.data.rows import PromptForm, Rows
 from ci_llm.data.sources import load_rows_of_each
 from ci_llm.data.tokens import TokenizedRows, tokenize
@@ -58,6 +59,11 @@ class Loaded:
     eval_rows: list[TokenizedRows]
     settled: Mapping[str, Any]
     judged: list[TokenizedRows] = field(default_factory=list)
+
+    @cached_property
+    def tokenizer_files(self) -> dict[str, bytes]:
+        """The files of the tokenizer by name, as every checkpoint holds them."""
+        return tokenizer_files(self.base.tokenizer)
 
     def for_agents(self, count: int) -> Loaded:
         """Base and rows for `count` agents, if they were loaded for one."""
@@ -244,11 +250,6 @@ def _with_copies_counted(evaluated: Sequence[TokenizedRows], trained: Sequence[T
         return TokenizedRows(own.rows.evaluated_although_trained_on(copies), own.path)
 
     return once_each(evaluated, counted)
-
-
-def training_rows(config: Config, each: Sequence[TokenizedRows]) -> list[TokenizedRows]:
-    """The rows with which every agent begins; one object where all take the same."""
-    return [*each] if config.has_own_rows else [each[0]] * len(each)
 
 
 def common_form(config: Config, each: Sequence[TokenizedRows]) -> PromptForm:

@@ -138,12 +138,12 @@ class Evaluator:
         judged: pairs or rated rows of every agent; all agents judge all different sets.
         vote: asks before each batch whether the run shall stop.
         memory: decides what is done when a batch does not fit.
+        note: called with fields of status.json before and after an evaluation, so that the attempt after a kill
+            evaluates fewer rows at a time.
 
     Attributes:
         at_most: the most rows at a time; None: as many as the configuration asks for.
         last_scores: those of the last evaluation in the middle of the run; None: this attempt has made none.
-        note: called with fields of status.json before and after an evaluation, so that the attempt after a kill
-            evaluates fewer rows at a time.
     """
 
     def __init__(
@@ -155,13 +155,13 @@ class Evaluator:
         judged: Sequence[TokenizedRows],
         vote: StopVote,
         memory: MemoryRelief,
+        note: Callable[..., None],
     ) -> None:
         self._config, self._crowd, self.rows, self.objective = config, crowd, rows, objective
         self._judged = [*{id(own): own for own in judged}.values()]
-        self.vote, self._memory = vote, memory
+        self.vote, self._memory, self._note = vote, memory, note
         self.at_most: int | None = None
         self.last_scores: Scores | None = None
-        self.note: Callable[..., None] = lambda **_: None
 
     def scores(self, step: int, micro_batch_size: int) -> Scores | None:
         """Scores by teacher forcing; None if a stop was asked for. A collective.
@@ -313,7 +313,7 @@ class Evaluator:
         processes = self.vote.processes
         size = min(batch_size, -(-count // processes.num_processes), self.at_most or batch_size)
         while True:
-            self.note(phase="evaluation", evaluation_batch_size=size)
+            self._note(phase="evaluation", evaluation_batch_size=size)
             with working(what, count, "rows") as shown:
                 rounds = Rounds(self.vote, count, size, shown.advance_to)
                 own, complaint, failure = None, None, None
@@ -328,7 +328,7 @@ class Evaluator:
             if rounds.stop is not None or not rounds.out_of_memory:
                 break
             self.at_most = size = self._memory.smaller_batch(step, size, complaint)
-        self.note(phase=None, evaluation_batch_size=self.at_most)
+        self._note(phase=None, evaluation_batch_size=self.at_most)
         if rounds.stop is not None:
             return None
         assert own is not None

@@ -176,7 +176,7 @@ class NonFiniteResponse:
     """Acts on the findings of a step, after the optimizer has moved.
 
     Args:
-        last_good: the snapshots for rollbacks.
+        last_good: the snapshots for rollbacks; an attribute as well.
         run_folder: the folder of skipped_batches.json.
         may_write: true while this process may write files of the run.
         drops_agents: an agent that no response helps is dropped, as long as another one is left.
@@ -185,7 +185,7 @@ class NonFiniteResponse:
     def __init__(
         self, last_good: LastGood, run_folder: Path, may_write: Callable[[], bool], *, drops_agents: bool = False
     ) -> None:
-        self._last_good = last_good
+        self.last_good = last_good
         self._run_folder, self._may_write = run_folder, may_write
         self._drops_agents = drops_agents
 
@@ -215,7 +215,7 @@ class NonFiniteResponse:
         for k in findings.nonfinite:
             logger.warning(_account(state.names[k], step, before[k], after[k]))
             if after[k].rollbacks > before[k].rollbacks:
-                kept = self._last_good.roll_back(k)
+                kept = self.last_good.roll_back(k)
                 logger.warning(f"{state.names[k]}    rolled back to its weights and moments of step {kept}")
         exhausted = [agents[k] for k in findings.nonfinite if after[k].is_exhausted]
         if exhausted:
@@ -224,7 +224,7 @@ class NonFiniteResponse:
             logger.warning(f"{', '.join(agent.name for agent in exhausted)}    dropped; the others train on")
         # An agent that was left out has no new state that proved to be finite.
         moved = [k for k in range(len(agents)) if k not in findings.left_out]
-        self._last_good.keep_if_due(state.step, moved)
+        self.last_good.keep_if_due(state.step, moved)
         return state
 
     def _skip(self, state: TrainState, batch: BadBatch) -> RecoveryState:

@@ -16,8 +16,8 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.objective import NextToken
 from ci_llm.data.batches import MicroBatch
 from ci_llm.lora.settings import LoraSettings
-from ci_llm.run import one_layer as module
-from ci_llm.run.one_layer import fixed_batch, layer_digest
+from ci_llm.run import exactness as module
+from ci_llm.run.exactness import fixed_batch, layer_digest
 from tests.support.campaign import drawn
 from tests.support.micro_steps import micro_step
 from tools.testbed.tiny import FAMILIES, base
