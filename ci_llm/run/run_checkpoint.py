@@ -10,7 +10,7 @@ are others.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
@@ -32,7 +32,8 @@ from ci_llm.data.agent_rows import fingerprint_of
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError, ForeignCheckpoint
-from ci_llm.run.step.nonfinite import LastGood, placed
+from ci_llm.run.optimizer import moments_of, placed, put_moments
+from ci_llm.run.step.nonfinite import LastGood
 from ci_llm.run.step.state import TrainState
 
 STOPPED: Final = "stopped/"  # the folder of agents that have left the crowd
@@ -130,13 +131,13 @@ class RunCheckpoint:
             **{f"{agent.name}/adapter_model": agent.state_dict() for agent in self.crowd.agents},
             **self.description,
             **self.stopped,
-            "optimizer": {name: dict(self.optimizer.state[row]) for name, row in self.named_rows()},
+            "optimizer": {name: moments_of(self.optimizer, row) for name, row in self.named_rows()},
             "scheduler": {
                 "type": self.config.lr_scheduler_type,
                 "last_step": state.step,
                 "last_learning_rate": learning_rate,
             },
-            "train_state": asdict(state),
+            "train_state": state.to_dict(),
             # An agent outside of an episode is its own good snapshot: an older one would double every checkpoint.
             "guard": self.last_good.state_of(in_episode(state)),
             "trackers": dict(trackers),
@@ -226,7 +227,8 @@ class Resume:
         self.run.stopped.update({key: value for key, value in saved.items() if key.startswith(STOPPED)})
         load_state(self.run.crowd, saved, str(self.source.folder))
         for name, row in self.run.named_rows():
-            self.run.optimizer.state[row] = placed(saved["optimizer"].get(name, {}), row, self.run.optimizer)
+            moments = placed(saved["optimizer"].get(name, {}), row, self.run.optimizer)
+            put_moments(self.run.optimizer, row, moments)
         self.run.last_good.load(in_episode(state), saved["guard"])
         return state
 

@@ -35,7 +35,7 @@ from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import ConfigError, DataError, RewardFailed
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import objective_of
-from ci_llm.objectives.grpo import Watch, advantages, metrics_of, spread, total_rewards
+from ci_llm.objectives.grpo import Watch, advantages, metrics_of, std, total_rewards
 from ci_llm.objectives.grpo.rewards import Reward, judged, require_answers, rewards_of
 from ci_llm.run.step.rollout import Group, Rollout, Rollouts
 from tests.crowd.test_preferences import gradients_of, load
@@ -95,7 +95,7 @@ def groups_of(crowd: Crowd, agent: int, end: int) -> list[Group]:
 
 def compared(groups: Sequence[Group], scale: str) -> list[Group]:
     total = torch.stack([total_rewards(group.rewards, WEIGHTS) for group in groups])
-    gains = advantages(total, scale, spread(total.flatten()) if scale == "batch" else None)
+    gains = advantages(total, scale, std(total.flatten()) if scale == "batch" else None)
     return [replace(group, advantages=own) for group, own in zip(groups, gains, strict=True)]
 
 
@@ -273,8 +273,8 @@ def test_tokens_are_drawn_as_often_as_the_softmax_at_the_temperature_says() -> N
 def test_memory_that_runs_out_while_texts_are_drawn_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     crowd, objective = crowd_of(), grpo(temperature=4.0)
     wanted, own = ids_of(crowd, (0, 1), objective), drawer(crowd)
-    step, fails = type(crowd).packed, iter([True, False, True, False])
-    monkeypatch.setattr(type(crowd), "packed", lambda self, *a, **b: _fail(next(fails, False)) or step(self, *a, **b))
+    step, fails = type(crowd).reordered, iter([True, False, True, False])
+    monkeypatch.setattr(type(crowd), "reordered", lambda self, *a: _fail(next(fails, False)) or step(self, *a))
     asked = [Asked(k, row, ids) for row, ids in enumerate(prompts(crowd, 3)) for k in (0, 1)]
     found = own.draw(asked, objective, 3)
     assert own.most == 12
@@ -414,8 +414,8 @@ def test_a_reward_may_be_awaited_and_may_give_none() -> None:
 
 def test_the_log_says_once_that_completions_teach_nothing(caplog: pytest.LogCaptureFixture) -> None:
     watch, rewards = Watch(), torch.ones(10, 1, 1, dtype=torch.float64)
-    spreads, cut = torch.tensor([0.0] * 9 + [1.0]), [True] * 9 + [False]
-    found = metrics_of(["length"], rewards, rewards[..., 0], spreads, [3] * 9 + [7], cut)
+    stds, cut = torch.tensor([0.0] * 9 + [1.0]), [True] * 9 + [False]
+    found = metrics_of(["length"], rewards, rewards[..., 0], stds, [3] * 9 + [7], cut)
     for step in range(1, 31):
         watch.look([found, found], step)
     assert [record.message.split()[0] for record in caplog.records] == ["step", "in"]

@@ -20,8 +20,8 @@ from ci_llm.core import determinism
 from ci_llm.distributed import precision
 from ci_llm.distributed.precision import Speed
 from ci_llm.embedded import BASE_FOLDER
+from ci_llm.run.optimizer import placed
 from ci_llm.run.run_checkpoint import Resume, RunCheckpoint
-from ci_llm.run.step.nonfinite import placed
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.trainer import set_determinism
 from tests.support.small_run import WORDS

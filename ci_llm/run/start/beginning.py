@@ -396,7 +396,7 @@ def read_requests(manager: CheckpointManager, config: Config) -> Requests:
     recovery = read_recovery(run_folder)
     at_most = recovery.latest_step_allowed(last_attempt(run_folder))
     skipped = tuple(read_skipped_batches(run_folder))
-    changes = tuple(each.change for each in read_record(run_folder) if each.refused is None)
+    changes = tuple(each for each in read_record(run_folder) if each.refused is None)
     return Requests(recovery, at_most, skipped, known_beginning(manager, config), changes)
 
 
