@@ -26,6 +26,7 @@ from ci_llm.config import Config
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.metrics import final_answer
 from ci_llm.crowd.objective import GrpoObjective
 from ci_llm.crowd.rewarding import Asked, Asking, Drawer, RewardScorer, rewards_of_group
 from ci_llm.data.prompts import Prompter
@@ -299,6 +300,32 @@ def test_built_in_rewards() -> None:
     assert math.isnan(values[0][2])
     assert values[1][:2] == [0.0, 1.0]
     assert values[2:] == [[0.0, 1.0, 0.0], [0.75, 0.5, 0.75], [0.0] * 3]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [{"role": "assistant", "content": "4"}],
+        {"role": "assistant", "content": "4"},
+        [{"from": "gpt", "value": "4"}],
+        [{"role": "assistant", "content": [{"type": "text", "text": "4"}]}],
+        4,
+    ],
+    ids=str,
+)
+def test_a_right_answer_may_be_messages(answer: Any) -> None:
+    given = {"prompts": ["2+2"] * 2, "completions": ["4", "5"], "completion_ids": [[1], [1]]}
+    for reward in rewards_of(("exact_match", "final_number"), None, 4):
+        assert judged(reward, given | {"rows": [{"answer": answer}] * 2}, "row 0") == [1.0, 0.0]
+
+
+def test_a_sign_after_a_digit_is_an_operation_as_in_an_evaluation() -> None:
+    (reward,) = rewards_of(("final_number",), None, 4)
+    said = ["between 5-10", "10-3 = 10", "it is -10", "10.0", "$1,010"]
+    given = {"prompts": ["?"] * 5, "completions": said, "completion_ids": [[1]] * 5}
+    found = judged(reward, given | {"rows": [{"answer": "10"}] * 5}, "row 0")
+    assert found == [1.0, 1.0, 0.0, 1.0, 0.0]
+    assert found == [float(final_answer(text, "number") == "10") for text in said]
 
 
 def read_rows(folder: Path, lines: Sequence[dict[str, Any]], tokenizer: Any, **keys: Any) -> TokenizedRows:
