@@ -50,10 +50,9 @@ from ci_llm.distributed.ballot import Ballot
 from ci_llm.distributed.processes import Processes
 from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.settings import LoraSettings
-from ci_llm.run.gradients import compute_gradients
-from ci_llm.run.loop import apply_gradients
+from ci_llm.run.gradients import apply_gradients, compute_gradients
 from ci_llm.run.step.state import TrainState
-from ci_llm.run.trainer import Prepared, Trainer
+from ci_llm.run.trainer import Prepared
 from ci_llm.run.watchdog import Heartbeat
 
 K, RANK, ALPHA = 4, 16, 32
@@ -77,7 +76,7 @@ class Ours:
         wanted = Config(learning_rate=LEARNING_RATE, max_grad_norm=MAX_NORM, mixed_precision="auto")
         self.processes = Processes(wanted)
         self.config, _ = self.processes.settle_precision(wanted.model_copy(update={"mixed_precision": mixed}))
-        self.state = TrainState.of_agents(agents)
+        self.state = TrainState.at_start(agents)
         self.crowd = Crowd(base, LoraSettings(num_agents=agents, rank=RANK, alpha=ALPHA, layers=layers), "random")
         self.crowd.choose_route()
         self.crowd.compute_fast(PARTS)
@@ -86,8 +85,6 @@ class Ours:
         self.heartbeat = Heartbeat()
         for agent in self.crowd.agents:
             agent.training = Training(lambda _: LEARNING_RATE, 0.0, MAX_NORM, course=None)  # type: ignore[arg-type]
-
-    rate_of: Any = Trainer.rate_of
 
     def step(self, batch: Batch) -> float:
         sums, agents = self.move(batch).sums, self.crowd.num_agents

@@ -173,7 +173,7 @@ def test_a_circle_is_found_whatever_its_imports_are_for() -> None:
 
 #: The packages within `run`, and the files that serve them, from the top down. None of these imports one of the other
 #: files directly in `run`, which join them.
-RUN_FLOORS = ("start", "result", "emergency_save", "watchdog", "attempt", "mirroring", "step")
+RUN_FLOORS = (*("start", "result", "emergency_save", "watchdog", "attempt", "mirroring", "step", "optimizer"),)
 
 
 def test_imports_between_the_parts_of_a_run_go_one_way() -> None:
@@ -279,14 +279,14 @@ def test_a_file_says_its_charter_and_stays_one_idea() -> None:
 
 #: At most so many lines of code in a room. Who raises one says why in the same commit; CONTRIBUTING.md has the rule.
 CAPS = {
-    "agents": 387,
+    "agents": 383,
     "base": 900,
     "checkpoints": 2300,
     "cli": 1556,
     "cluster": 706,
     "config": 1968,
-    "core": 1475,
-    "crowd": 4308,
+    "core": 1489,
+    "crowd": 4299,
     "data": 3122,
     "distributed": 624,
     "dry_run": 760,
@@ -295,11 +295,11 @@ CAPS = {
     "files": 433,
     "integrations": 700,
     "logs": 886,
-    "lora": 1189,
+    "lora": 1215,
     "mirror": 909,
-    "objectives": 497,
+    "objectives": 502,
     "report": 962,
-    "run": 4709,
+    "run": 4695,
     "serve": 1319,
     "supervisor": 1573,
     "sweep": 800,

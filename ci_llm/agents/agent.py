@@ -1,8 +1,7 @@
 """`Agent`: one LoRA agent of a crowd, with all that it has: adapters, weights, and how and on what it trains.
 
-Its numbers are views of the crowd's storage (`AgentStorage`), which gives it new ones whenever the crowd changes. The
-learning rate of a step is a pure function of it, by the schedules of Transformers, with no position to save;
-`Trainer.rate_of` adds what faults have cut.
+Its numbers are views of the crowd's storage (`AgentStorage`), which gives it new ones whenever the crowd changes. Its
+learning rate is a pure function of the step, by the schedules of Transformers, with no position to save.
 
 Legend: P numbers of the agent, r rank, D hidden width, n numbers of a head.
 """
@@ -29,7 +28,7 @@ class Training:
 
     Attributes:
         learning_rate: the rate of a 0-based optimizer step, before any factor.
-        weight_decay: of AdamW.
+        weight_decay: the weight decay of the optimizer.
         max_grad_norm: the clipping bound of its gradient; None for none.
         course: its rows, and their order. Agents that train on the same rows in the same order have one object.
     """
@@ -70,11 +69,13 @@ class Agent:
     head: nn.Parameter | None = field(default=None, repr=False)
     training: Training = field(init=False, repr=False)
 
-    @property
-    def optimizer_group(self) -> dict[str, Any]:
-        """Its group of an optimizer; a run sets the rate of every step."""
-        own = self.training
-        return {"params": [self.weights], "lr": own.learning_rate(0), "weight_decay": own.weight_decay}
+    def learning_rate(self, step: int, factor: float = 1.0) -> float:
+        """Its learning rate at a 0-based step: that of its schedule times what faults have left of it.
+
+        Args:
+            factor: see `TrainState.lr_factor`; 1 in a run without faults.
+        """
+        return self.training.learning_rate(step) * factor
 
     @property
     def size(self) -> int:

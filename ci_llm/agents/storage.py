@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -189,7 +190,8 @@ class AgentStorage:
 
     def _places(self, agent: Agent) -> Iterator[tuple[str, int, int, int]]:
         """Yield (name, start, middle, end) for each module of an agent: its A lies at start to middle, its B behind."""
-        start, rank = 0, agent.settings.rank
+        rank = agent.settings.rank
+        start = 0
         for name in agent.adapted:
             middle = start + rank * self.layers[name].in_features
             end = middle + rank * self.layers[name].out_features
@@ -211,7 +213,6 @@ class AgentStorage:
         self.reading.in_storage = False
         has_own = bool(self.settings.agents)
         self.drawn = DropConnect(self.agents, has_own, self.weights, self._bind_stacks, self.head.size)
-        self._known_limits: tuple[tuple[float | None, ...], Tensor] | None = None
         self._gradient_views: list[tuple[nn.Parameter, Tensor]] = []
         self._bind_stacks()
         for agent, weights, gradients in zip(self.agents, self.weights, self.gradients, strict=True):
@@ -219,13 +220,12 @@ class AgentStorage:
             agent.gradients = gradients[: agent.size]
             agent.weights.data = weights[: agent.size]
             self._gradient_views.append((agent.weights, agent.gradients))
-            for (module, *own), (_, *slopes) in zip(
-                self._views(weights, agent), self._views(gradients, agent), strict=True
-            ):
+            views = zip(self._views(weights, agent), self._views(gradients, agent), strict=True)
+            for (module, own_a, own_b), (_, *grads) in views:
                 layer = self.layers[module]
-                a, b = (_bound(*each, name) for each in zip((layer.lora_A, layer.lora_B), own, strict=True))
-                agent.adapters[module] = a, b
-                self._gradient_views += [(a, slopes[0]), (b, slopes[1])]
+                pair = _bound(layer.lora_A, own_a, name), _bound(layer.lora_B, own_b, name)
+                agent.adapters[module] = pair
+                self._gradient_views += zip(pair, grads, strict=True)
             if self.head.size:
                 agent.head = _bound(self.heads, self._head(weights, agent), name)
                 self._gradient_views.append((agent.head, self._head(gradients, agent)))
@@ -347,19 +347,10 @@ class AgentStorage:
         norms = self.norms(self.gradients)
         if any(each is not None for each in max_norms):
             exact = norms.double()  # a factor is then rounded once, when it is cast back
-            limit = self._limits(tuple(max_norms))
+            limit = _limits(tuple(max_norms), norms.device)
             factors = torch.where(exact > limit, (exact + 1e-6).reciprocal() * limit, 1.0)
             self.gradients.mul_(factors.to(self.gradients.dtype)[:, None])
         return norms
-
-    def _limits(self, max_norms: tuple[float | None, ...]) -> float | Tensor:
-        """The bounds as one number, or as [K] on the device, kept there because a copy waits for a GPU."""
-        numbers = [math.inf if each is None else each for each in max_norms]
-        if len({*numbers}) == 1:
-            return numbers[0]
-        if self._known_limits is None or self._known_limits[0] != max_norms:
-            self._known_limits = max_norms, torch.tensor(numbers, dtype=torch.float64, device=self.weights.device)
-        return self._known_limits[1]
 
     def norms(self, storage: Tensor) -> Tensor:
         """The norm [K] of every agent's numbers in `storage` [K, P].
@@ -371,7 +362,7 @@ class AgentStorage:
         return torch.stack([torch.linalg.vector_norm(own) for own in _own(storage, self.agents)])
 
     @torch.no_grad()
-    def of_agents(self, settings: LoraSettings, kept: Sequence[int]) -> AgentStorage:
+    def with_kept(self, settings: LoraSettings, kept: Sequence[int]) -> AgentStorage:
         """A new storage on the same layers with the agents at these places; the old one keeps its numbers only.
 
         Args:
@@ -380,7 +371,8 @@ class AgentStorage:
         Raises:
             ModelError: memory does not hold the agents.
         """
-        agents, numbers = [self.agents[place] for place in kept], _own(self.weights, self.agents)
+        agents = [self.agents[place] for place in kept]
+        numbers = _own(self.weights, self.agents)
         storage = AgentStorage(self.layers, agents, settings, self.casts, self.reading, self.head)
         storage.pass_per_agent = self.pass_per_agent
         for agent, place in zip(agents, kept, strict=True):
@@ -394,6 +386,13 @@ class AgentStorage:
         """
         for k in agents:
             self.rows[k].grad = None
+
+
+@lru_cache(maxsize=4)
+def _limits(max_norms: tuple[float | None, ...], device: torch.device) -> float | Tensor:
+    """The bounds as one number, or as [K] on the device, kept there because a copy waits for a GPU."""
+    numbers = [math.inf if each is None else each for each in max_norms]
+    return numbers[0] if len({*numbers}) == 1 else torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
 def _bound(owner: nn.ParameterDict, view: Tensor, name: str) -> nn.Parameter:

@@ -23,7 +23,7 @@ from ci_llm.errors import BadInput, ConfigError
 if TYPE_CHECKING:
     from ci_llm.report.scores import Leaderboard
     from ci_llm.report.status import Reading
-    from ci_llm.run.step.requests import CrowdRequest
+    from ci_llm.run.step.state import CrowdChange
 
 
 _LOGGER = logging.getLogger(__name__)
@@ -194,13 +194,13 @@ def agents(words: Sequence[str]) -> int:
     return 1 if decided is not None and decided.refused else 0
 
 
-def _decided(run: Path, request: CrowdRequest, patience_s: float) -> CrowdRequest | None:
+def _decided(run: Path, request: str, patience_s: float) -> CrowdChange | None:
     """The request as the run has decided it; None if it has not within this time."""
     from ci_llm.run.step.requests import read_record
 
     until = time.monotonic() + patience_s
     while True:
-        found = next((each for each in read_record(run) if each.id == request.id), None)
+        found = next((each for each in read_record(run) if each.id == request), None)
         if found is not None or time.monotonic() >= until:
             return found
         time.sleep(_POLL_S)

@@ -34,7 +34,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -49,7 +49,7 @@ from ci_llm.crowd.aggregators import find_vote
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import CROWD, Decoding, Request, Who, choose, free_positions, num_positions
 from ci_llm.errors import BadInput
-from ci_llm.lora.kernels import Packed, onednn_is_faster
+from ci_llm.lora.onednn import ReorderedWeights
 from ci_llm.lora.passes import agrees_by_norm, describe_error, distance, dtypes_of, spare_tokens, tolerance
 from ci_llm.lora.reading import NOBODY, compute_dtype
 
@@ -376,8 +376,7 @@ class Decoder:
         self._texts: list[_Text] = []
         self._kept: list[_Prompt] = []  # prompts of texts that have ended, the latest last
         self._open: list[Request] = []
-        self._packed: Packed | None = None
-        self._by_onednn = crowd.model.device.type == "cpu" and onednn_is_faster()
+        self._reordered: ReorderedWeights | None = None
 
     @property
     def open(self) -> list[Request]:
@@ -567,8 +566,8 @@ class Decoder:
         model, storage = self._crowd.model, self._crowd.storage
         ids, positions = self._on_device([laid.ids, laid.positions])
         dtype = compute_dtype(model.get_input_embeddings().weight)
-        if self._packed is None or self._packed.dtype != dtype:
-            self._packed = self._crowd.packed(dtype, by_onednn=self._by_onednn)
+        if self._reordered is None or self._reordered.dtype != dtype:
+            self._reordered = self._crowd.reordered(dtype)
         copies = self._crowd.settings.num_agents if laid.kind == "crowd" and self._is_spread else 1
         with self._reading(laid), storage.ready(dtype, training=False):
             found = text_model(model)(
@@ -584,15 +583,16 @@ class Decoder:
         """Set whose tokens the layers read, and attention over columns."""
         config, reading = self._crowd.model.config, self._crowd.storage.reading
         before, config._attn_implementation = config._attn_implementation, COLUMNS
-        assert self._packed is not None
-        reading.by_onednn, reading.packed = self._by_onednn, self._packed.weights
+        assert self._reordered is not None
+        reading.by_onednn, reading.reordered = self._reordered.by_onednn, self._reordered.weights
         alone = [k for k, span in enumerate(laid.spans) if span.start < span.stop]
         sizes = [laid.spans[k].stop - laid.spans[k].start for k in alone] if len(alone) > 1 else None
         try:
             with reading.of(reading.agents if laid.kind == "crowd" else alone, sizes):
                 yield
         finally:
-            config._attn_implementation, reading.by_onednn, reading.packed = before, False, {}
+            config._attn_implementation = before
+            reading.by_onednn, reading.reordered = False, {}
 
     def _logits(self, laid: _Pass, states: Tensor) -> Iterator[tuple[list[_Part], Tensor]]:
         """Yield the ready parts with their logits: [R, n, V] of parts that all rows have, [1, n, V] of the others.
@@ -609,10 +609,12 @@ class Decoder:
         spare = spare_tokens(self._crowd.model, len(places))
         asked = states.flatten(0, 1)[self._on_device([*places, *[places[0]] * spare])]
         dtype = compute_dtype(asked)
-        assert self._packed is not None
-        head = self._packed.head if self._packed.dtype == dtype else self._crowd.head.to(dtype)
+        assert self._reordered is not None
+        head = self._reordered.head
+        if self._reordered.dtype != dtype:
+            head = replace(self._crowd.head.to(dtype), by_onednn=head.by_onednn)
         with torch.autocast(asked.device.type, enabled=False):
-            found = head.logits(asked.to(dtype), by_onednn=self._by_onednn)
+            found = head.logits(asked.to(dtype))
         count = rows * len(common)
         if common:
             yield [part for part, _ in common], found[:count].unflatten(0, (rows, -1))

@@ -27,7 +27,7 @@ from ci_llm.data.prompts import Prompter
 from ci_llm.errors import ModelError
 from ci_llm.lora import kernels, passes
 from ci_llm.lora.attention import Way, choose_way, name_of
-from ci_llm.lora.kernels import Packed
+from ci_llm.lora.onednn import ReorderedWeights
 from ci_llm.lora.reading import NOBODY, compute_dtype
 from ci_llm.lora.settings import LoraSettings
 
@@ -75,7 +75,7 @@ class CrowdModel(nn.Module):
         self.settings, self.base_name, self.pad_id = settings, base_name, pad_id
         self._prompter: Prompter | None = None
         self.calibration: Calibration | None = None
-        self._packed: Packed | None = None
+        self._reordered: ReorderedWeights | None = None
         self.common_start = not settings.initialize_adapters_rand
         self.storage: AgentStorage = attach(model, settings)
         self._shared: _Shared | None = None
@@ -162,8 +162,8 @@ class CrowdModel(nn.Module):
             agent.name = names[k] if names else ""
 
     def keep_agents(self, settings: LoraSettings, kept: Sequence[int], names: Sequence[str]) -> None:
-        """Continue with the agents at these places; see `AgentStorage.of_agents`."""
-        self.storage = self.storage.of_agents(settings, kept)
+        """Continue with the agents at these places; see `AgentStorage.with_kept`."""
+        self.storage = self.storage.with_kept(settings, kept)
         self.settings, self.names, self.heads = settings, [*names], self.storage.heads
         if self.start is not None:
             self.start = self.start[[*kept], : self.storage.weights.shape[1]]
@@ -318,18 +318,18 @@ class CrowdModel(nn.Module):
         """Switch activation checkpointing of the base's layers on."""
         passes.recompute_layers(self.model, self.storage.reading)
 
-    def packed(self, dtype: torch.dtype, *, by_onednn: bool) -> Packed:
+    def reordered(self, dtype: torch.dtype) -> ReorderedWeights:
         """The frozen weights for the products of a decoder, kept until the crowd trains."""
         layers, head = self.storage.layers.values(), self.head
-        if self._packed is None or not self._packed.is_of(layers, head, dtype):
-            self._packed = None  # its memory is free before the next one takes its own
-            self._packed = Packed.of(layers, head, dtype, by_onednn=by_onednn)
-        return self._packed
+        if self._reordered is None or not self._reordered.is_of(layers, head, dtype):
+            self._reordered = None  # its memory is free before the next one takes its own
+            self._reordered = ReorderedWeights.of(layers, head, dtype)
+        return self._reordered
 
     def train(self, mode: bool = True) -> Self:
-        """As `nn.Module.train`. Packed weights, which training does not use, are dropped."""
+        """As `nn.Module.train`. Reordered weights, which training does not use, are dropped."""
         if mode:
-            self._packed = None
+            self._reordered = None
         return super().train(mode)
 
     @contextmanager

@@ -334,13 +334,13 @@ class Tempered:
     temperature: float = 1.0
     entropies: list[Tensor] = field(default_factory=list)
 
-    def __call__(self, z: Tensor, index: Tensor, head: Head, narrow: Tensor, slopes: Tensor | None) -> Tensor:
+    def __call__(self, z: Tensor, index: Tensor, head: Head, narrow: Tensor, grads: Tensor | None) -> Tensor:
         if self.temperature != 1:  # the scale of the logits is one over the temperature as well, and so is their cap
             z.div_(self.temperature)
             cap = head.softcap and head.softcap / self.temperature
             head = replace(head, scale=head.scale / self.temperature, softcap=cap)
         self.entropies.append(torch.special.entr(z.softmax(1)).sum(1))
-        return plain_chunk(z, index, head, narrow, slopes)
+        return plain_chunk(z, index, head, narrow, grads)
 
 
 @dataclass(frozen=True)

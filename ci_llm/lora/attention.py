@@ -315,7 +315,8 @@ def choose_way(config: PreTrainedConfig, device: torch.device, dtype: torch.dtyp
     Raises:
         ModelError: no way is right.
     """
-    inputs, reasons = trial_inputs(config, device, dtype), []
+    inputs = trial_inputs(config, device, dtype)
+    reasons = []
     limit = max(1e-3, torch.finfo(dtype).eps ** 0.5)  # half the digits, and more than TF32 rounds
     ways: tuple[Way, ...] = ("varlen", "rows", "explicit") if dtype in HALVES else ("rows", "explicit")
     for way in ways:

@@ -1,8 +1,8 @@
 """The heads of agents: n numbers for a row, from the state of its last token, in place of the logits of the base.
 
-The numbers of a head lie at the end of its agent's row of `weights [K, P]`. So norms, clipping, healing, the optimizer
-and saves include heads. LoRA dropout and DropConnect do not change them. They begin as the
-`score` of Transformers' classes for sequences: normally distributed, without a bias.
+The numbers of a head lie at the end of its agent's row of `weights [K, P]`. So norms, clipping, rollbacks, the
+optimizer and saves include heads. LoRA dropout and DropConnect do not change them. They begin as the `score` of
+Transformers' classes for sequences: normally distributed, without a bias.
 
 Legend: K agents, R rows, D hidden width, n numbers of a head.
 """
@@ -40,12 +40,12 @@ class HeadShape:
     Attributes:
         outputs: n; 0 if there are no heads.
         width: D.
-        spread: the standard deviation of a head's first numbers.
+        std: the standard deviation of a head's first numbers.
     """
 
     outputs: int = 0
     width: int = 0
-    spread: float = 0.0
+    std: float = 0.0
 
     @classmethod
     def of(cls, model: PreTrainedModel, outputs: int) -> HeadShape:
@@ -64,7 +64,7 @@ class HeadShape:
     def start(self, seed: int, index: int) -> Tensor:
         """The first numbers [n, D] of the head of an agent with this seed and index."""
         generator = generator_for(seed, "head", index)
-        return torch.empty(self.outputs, self.width).normal_(0, self.spread, generator=generator)
+        return torch.empty(self.outputs, self.width).normal_(0, self.std, generator=generator)
 
 
 def head_values(states: Tensor, heads: Sequence[Tensor]) -> Tensor:

@@ -2,10 +2,10 @@
 
 `take` installs them in modules whose class looks as they expect, and `give_back` removes them. Whether they compute the
 same is decided by a trial (`ci_llm/run/autotune.py`). `torch.compile` of the same functions gained nothing over them,
-cost 33 s and needed a compiler (benchmarks/README.md). `Packed` weights are for passes without gradients.
+cost 33 s and needed a compiler (benchmarks/README.md).
 
 A part stays as long as it saves a twentieth of the time, of what is kept for the backward pass, or of the kernels that
-a GPU starts for a step. By benchmarks/README.md plain code takes so many times as long as with this part alone:
+a GPU starts for a step. By benchmarks/README.md plain code takes this many times as long as with the part alone:
 
     head 1.12, norms 1.12, rotation 1.07, joined 1.15, products 1.26, attention 1.13
     gate 1.03, and it keeps 0.88 of what plain code keeps
@@ -19,7 +19,6 @@ V vocabulary; for joined layers the legend of `ci_llm/lora/products.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from types import FunctionType, MethodType
 from typing import Any, Final
@@ -30,11 +29,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ci_llm.base.quantized import QuantizedLinear
-from ci_llm.core.determinism import processor
-from ci_llm.core.memory import free_host_memory
 from ci_llm.lora.layer import AdaptedLinear
+from ci_llm.lora.onednn import onednn_is_faster
 from ci_llm.lora.passes import Head
-from ci_llm.lora.products import LEAST_ROWS, Stack, dense, low_rank_gradients, product
+from ci_llm.lora.products import Stack, dense, low_rank_gradients, product
 from ci_llm.lora.reading import compute_dtype
 
 #: The parts that `take` can make fast, in the order in which a run tries them.
@@ -129,17 +127,17 @@ def _is_slow_in_halves(x: Tensor) -> bool:
     return x.dtype.itemsize == 2 and not x.is_cuda
 
 
-def fast_chunk(z: Tensor, index: Tensor, head: Head, narrow: Tensor, slopes: Tensor | None) -> Tensor:
+def fast_chunk(z: Tensor, index: Tensor, head: Head, narrow: Tensor, grads: Tensor | None) -> Tensor:
     """The fast arithmetic of a chunk (see `OfChunk`): softmax in place, and the target's row of W added separately.
 
     The log-probability comes from the largest logit, never from a probability that has underflowed. The target's own
     probability stays out of the product: in 16 bits, one near 1 would be rounded to 1, and its row would vanish.
     """
-    bend = None if slopes is None or head.softcap is None else 1 - (z / head.softcap) ** 2
+    bend = None if grads is None or head.softcap is None else 1 - (z / head.softcap) ** 2
     wanted = z.gather(1, index) - z.amax(1, keepdim=True)
     torch.softmax(z, 1, out=z)
     found = (wanted + z.amax(1, keepdim=True).log()).squeeze(1)  # the largest is 1 / sum of exp(z - peak)
-    if slopes is not None:
+    if grads is not None:
         pull = 1 - z.gather(1, index)
         z.scatter_(1, index, 0.0)
         if bend is not None:
@@ -147,7 +145,7 @@ def fast_chunk(z: Tensor, index: Tensor, head: Head, narrow: Tensor, slopes: Ten
             pull *= bend.gather(1, index)
         rows = head.weight.index_select(0, index.squeeze(1)) * pull.to(head.weight.dtype)
         others = z if z.dtype == narrow.dtype else narrow.copy_(z)
-        torch.addmm(rows, others, head.weight, beta=head.scale, alpha=-head.scale, out=slopes)
+        torch.addmm(rows, others, head.weight, beta=head.scale, alpha=-head.scale, out=grads)
     return found
 
 
@@ -166,16 +164,6 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
     """Query and key after rotation; arguments and result are those of Transformers' `apply_rotary_pos_emb`."""
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return Rotation.apply(query, cos, sin), Rotation.apply(key, cos, sin)
-
-
-@cache
-def onednn_is_faster() -> bool:
-    """True if fp32 products by oneDNN were measured faster than by MKL, torch's choice, on this kind of processor.
-
-    It is never timed here, because a resume could not repeat the result.
-    """
-    has_operator = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return has_operator and "AMD" in processor() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 @cache
@@ -230,7 +218,8 @@ class _JoinedLinears(torch.autograd.Function):
         a = torch.cat([a for a, _ in adapters], 1)
         h = torch.bmm(cast, a.mT)
         parts = h.split([b.shape[2] for _, b in adapters], 2)
-        outputs, flat = [], cast.reshape(agents * rows, width)
+        flat = cast.reshape(agents * rows, width)
+        outputs = []
         for layer, stack, (_, b), part in zip(layers, stacks, adapters, parts, strict=True):
             bias = None if layer.bias is None else layer.bias.to(dtype)
             y = product(flat, dense(layer.base_layer, dtype), bias, by_onednn=layer.by_onednn).view(agents, rows, -1)
@@ -244,13 +233,16 @@ class _JoinedLinears(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cast, a, h, *bs = ctx.saved_tensors
         agents, rows, _ = cast.shape
-        grad_h, grad_x, grads_b, start = torch.empty_like(h), None, [], 0
+        grad_h, grad_x = torch.empty_like(h), None
+        grads_b, start = [], 0
         for layer, stack, grad, b in zip(ctx.layers, ctx.stacks, grads, bs, strict=True):
-            grad, part = grad.contiguous(), slice(start, start + b.shape[2])
+            grad = grad.contiguous()
+            part = slice(start, start + b.shape[2])
             grads_b.append(low_rank_gradients(grad, b, h[..., part], stack.scaling, into=grad_h[..., part])[1])
             start = part.stop
             if ctx.needs_input_grad[0]:
-                flat, weight = grad.view(agents * rows, -1), dense(layer.base_layer, grad.dtype)
+                flat = grad.view(agents * rows, -1)
+                weight = dense(layer.base_layer, grad.dtype)
                 if layer.by_onednn or grad_x is None:
                     own = product(flat, weight.mT, by_onednn=layer.by_onednn)
                     grad_x = own if grad_x is None else grad_x.add_(own)
@@ -304,8 +296,10 @@ class JoinedInput:
 
     def _chosen(self, x: Tensor) -> dict[str, Stack]:
         """The layers, by name, whose input one stack reads, with this stack."""
-        rows, found = x.numel() // x.shape[-1], {}
-        for layer in self._layers if self._layers[0].reading.sizes is None else ():
+        rows, found = x.numel() // x.shape[-1], dict[str, Stack]()
+        if self._layers[0].reading.sizes is not None:
+            return found
+        for layer in self._layers:
             owned = layer.owned(rows)
             stack, own = owned[0] if len(owned) == 1 else (None, None)
             if stack and own == slice(0, rows) and stack.gradients and not stack.drops:
@@ -369,90 +363,3 @@ def is_fast(module: nn.Module, forward_of: Callable[[Any], Any]) -> bool:
     """True if the module has the fast forward that `forward_of` gives it."""
     own = vars(module).get("forward")
     return isinstance(own, MethodType) and own.__func__ is forward_of(module)
-
-
-#: The copy may take this share of the free memory.
-_PACKED_SHARE: Final = 1 / 8
-#: The rows of a trial.
-_TRIAL_ROWS: Final = (LEAST_ROWS, 17, 33)
-
-
-@dataclass(frozen=True)
-class Packed:
-    """The packed weights of a base, which make products of few rows by oneDNN faster on a CPU.
-
-    For a plain weight, oneDNN reorders the numbers in every product. A packed weight is a copy in that order. The
-    products have the same bits, which a trial shows for each shape, so it changes no result whether there is memory for
-    the copy.
-
-    Attributes:
-        dtype: that of the products.
-        weights: by layer, for those whose products have the bits of the plain weight.
-        head: the head of the base in `dtype`, packed as well if its products have these bits.
-        source: what tells that the plain weights are still those that were packed.
-    """
-
-    dtype: torch.dtype
-    weights: dict[nn.Module, Tensor]
-    head: Head
-    source: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, layers: Collection[AdaptedLinear], head: Head, dtype: torch.dtype, *, by_onednn: bool) -> Packed:
-        """Pack the weights of these layers and of the head in `dtype`; none of them without the memory for all.
-
-        Args:
-            by_onednn: how products with plain weights are computed; see `product`.
-        """
-        plain, source = _plain(layers), _source(layers, head)
-        weights, known, head = dict[nn.Module, Tensor](), dict[torch.Size, bool](), head.to(dtype)
-        numbers = head.weight.numel() + sum(weight.numel() for weight in plain.values())
-        is_onednn = head.weight.device.type == "cpu" and (by_onednn or dtype != torch.float32)  # MKL has other bits
-        if is_onednn and numbers * dtype.itemsize <= _PACKED_SHARE * free_host_memory()[0]:
-            for layer, weight in plain.items():
-                if (packed := _packed(dense(weight, dtype), known, by_onednn=by_onednn)) is not None:
-                    weights[layer] = packed
-            if (packed := _packed(head.weight, known, by_onednn=by_onednn)) is not None:
-                head = replace(head, weight=packed)
-        return cls(dtype, weights, head, source)
-
-    def is_of(self, layers: Collection[AdaptedLinear], head: Head, dtype: torch.dtype) -> bool:
-        """True if these are the packed weights of these layers and this head, which have not changed since."""
-        return self.dtype == dtype and self.source == _source(layers, head)
-
-    def __deepcopy__(self, memo: Any) -> None:
-        """A copy of a crowd packs its own weights: torch cannot copy these."""
-
-
-def _plain(layers: Collection[AdaptedLinear]) -> dict[nn.Module, Tensor]:
-    """The weights of linear layers that are in the memory of this process, neither sharded nor quantised."""
-    linear = [layer for layer in layers if type(layer.base_layer) is nn.Linear]
-    found: dict[nn.Module, Any] = {layer: layer.base_layer.weight for layer in linear}
-    return {layer: weight for layer, weight in found.items() if type(weight) is nn.Parameter and not weight.is_meta}
-
-
-def _source(layers: Collection[AdaptedLinear], head: Head) -> tuple[Any, ...]:
-    weights = (*_plain(layers).values(), head.weight)
-    return tuple((weight.data_ptr(), None if weight.is_inference() else weight._version) for weight in weights)
-
-
-def _packed(weight: Tensor, known: dict[torch.Size, bool], *, by_onednn: bool) -> Tensor | None:
-    """A packed copy of the weight [out, in]; None if products with it have other bits than with the weight.
-
-    Args:
-        known: the outcome of earlier trials by shape; that of this one is added.
-    """
-    if known.get(weight.shape) is False:
-        return None
-    try:
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), LEAST_ROWS)
-        if weight.shape not in known:
-            random = torch.randn(max(_TRIAL_ROWS), weight.shape[1], generator=torch.Generator().manual_seed(0))
-            rows = random.to(weight.dtype)
-            known[weight.shape] = all(
-                torch.equal(*(product(rows[:count], each, by_onednn=by_onednn) for each in (weight, packed)))
-                for count in _TRIAL_ROWS
-            )
-    except (RuntimeError, AttributeError):  # this processor, or this build of torch, packs no weights of this dtype
-        known[weight.shape] = False
-    return packed if known[weight.shape] else None

@@ -84,13 +84,13 @@ class AdaptedLinear(nn.Module):
         """y of a linear base layer [R, out]. A decoder calls it for every token: each operator and look-up counts."""
         dropped = self._dropped(x, owned)
         if not torch.is_grad_enabled():
-            weight: Any = self.reading.packed.get(self, self.base_layer)
+            weight: Any = self.reading.reordered.get(self, self.base_layer)
             return with_adapters(cast, dropped, weight, self.bias, owned, self.reading.by_onednn)[0]
         parameters = [each for stack, _ in owned for each in self._parameters_of(stack)]
         return FusedLinear.apply(x, cast, dropped, self, owned, *parameters)  # type: ignore[no-any-return]
 
     def owned(self, rows: int) -> list[tuple[Stack, slice]]:
-        """The adapters that read an input of so many rows: equally many of neighbours of one shape as one batch.
+        """The adapters that read an input of `rows` rows; neighbours of one shape with equally many rows are one batch.
 
         Raises:
             ModelError: the owners have another number of rows.
@@ -128,7 +128,8 @@ class AdaptedLinear(nn.Module):
     def _beside(self, base: nn.Module, x: Tensor, owned: Owned) -> Tensor:
         """y of a base layer that computes by itself."""
         y: Tensor = base(x)
-        parts, end = list[Tensor](), 0
+        parts = list[Tensor]()
+        end = 0
         for stack, rows, z in inputs_of(owned, x, self._dropped(x, owned)):
             added = LowRank.apply(z, stack, *self._parameters_of(stack)).flatten(0, 1)
             parts += [y[end : rows.start], y[rows] + added]

@@ -99,12 +99,14 @@ class Head:
         bias: [V], or None.
         scale: 1 in families without a scale.
         softcap: None in families without a soft cap, whose logits are scale · (h Wᵀ + b).
+        by_onednn: how `logits` computes the product; see `product` in products.py.
     """
 
     weight: Tensor
     bias: Tensor | None
     scale: float = 1.0
     softcap: float | None = None
+    by_onednn: bool = False
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head:
@@ -118,18 +120,15 @@ class Head:
         """The head with its numbers in `dtype`."""
         return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
-    def logits(self, states: Tensor, *, by_onednn: bool = False) -> Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         """The logits [..., V] of states [..., D], in fp32, or in fp64 for states in fp64.
 
         For states [K, S, D] each agent has its own product, as in `target_log_probs`.
-
-        Args:
-            by_onednn: see `product` in `ci_llm/lora/products.py`.
         """
         head = self.to(states.dtype)
         if states.dim() > 2:
-            return torch.stack([head.logits(own, by_onednn=by_onednn) for own in states])
-        z = product(states, head.weight, head.bias, by_onednn=by_onednn)
+            return torch.stack([head.logits(own) for own in states])
+        z = product(states, head.weight, head.bias, by_onednn=head.by_onednn)
         return self.shape_logits(z.to(torch.promote_types(z.dtype, torch.float32)))
 
     def logits_into(self, buffers: tuple[Tensor, Tensor], states: Tensor) -> Tensor:
@@ -175,25 +174,26 @@ def give_head_contiguous_rows(model: PreTrainedModel) -> RemovableHandle:
 
 
 #: Computes the log-probabilities [S] of a chunk. Arguments: its logits [S, V], its targets [S, 1], the head, a buffer
-#: [S, V] in the dtype of the states, and memory [S, D] for the slopes or None. Logits and buffer may be overwritten.
+#: [S, V] in the dtype of the states, and memory [S, D] for the gradients of the log-probabilities by the states, or
+#: None. Logits and buffer may be overwritten.
 OfChunk = Callable[[Tensor, Tensor, Head, Tensor, Tensor | None], Tensor]
 
 
-def plain_chunk(z: Tensor, index: Tensor, head: Head, narrow: Tensor, slopes: Tensor | None) -> Tensor:
+def plain_chunk(z: Tensor, index: Tensor, head: Head, narrow: Tensor, grads: Tensor | None) -> Tensor:
     """The arithmetic of a chunk (see `OfChunk`) with `kernels: plain`."""
     # The derivative of the soft cap needs z, which is overwritten below.
-    bend = None if slopes is None or head.softcap is None else 1 - (z / head.softcap) ** 2
+    bend = None if grads is None or head.softcap is None else 1 - (z / head.softcap) ** 2
     peak = z.amax(1, keepdim=True)  # without the largest logit subtracted, exp() would overflow
     wanted = z.gather(1, index) - peak
     total = z.sub_(peak).exp_().sum(1, keepdim=True)  # in place: z is the largest tensor of the pass
     found = (wanted - total.log()).squeeze(1)
-    if slopes is not None:
+    if grads is not None:
         # z becomes scale · (onehot - softmax), the gradient of the log-probability before the soft cap.
         # `scatter_add_` of a tensor would be a sort, under deterministic algorithms on a GPU.
         z.mul_(-head.scale / total).scatter_(1, index, head.scale, reduce="add")
         if bend is not None:
             z.mul_(bend)
-        torch.mm(z if z.dtype == narrow.dtype else narrow.copy_(z), head.weight, out=slopes)
+        torch.mm(z if z.dtype == narrow.dtype else narrow.copy_(z), head.weight, out=grads)
     return found
 
 
@@ -214,7 +214,7 @@ class _TargetLogProbs(torch.autograd.Function):
         agents, count, _ = states.shape
         wide = torch.promote_types(states.dtype, torch.float32)
         log_probs = torch.empty(agents, count, dtype=wide, device=states.device)
-        slopes = torch.empty_like(states) if ctx.needs_input_grad[0] else None
+        state_grads = torch.empty_like(states) if ctx.needs_input_grad[0] else None
         # Cast once and not per chunk: with a large vocabulary there are many chunks, and each cast is expensive.
         head = head.to(states.dtype)
         # The largest tensors of the pass: made once, and used by every chunk.
@@ -223,20 +223,21 @@ class _TargetLogProbs(torch.autograd.Function):
         # On a CPU no chunk holds rows of two agents: the last rows of a product may round differently (in fp64), and an
         # agent's bits must not depend on its neighbours.
         for k, chunk in itertools.product(range(agents), head.chunks(count)):
-            z, own = head.logits_into(buffers, states[k, chunk]), None if slopes is None else slopes[k, chunk]
+            z = head.logits_into(buffers, states[k, chunk])
+            own = None if state_grads is None else state_grads[k, chunk]
             log_probs[k, chunk] = of_chunk(z, targets[chunk, None], head, narrow[: len(z)], own)
-        ctx.save_for_backward(None if slopes is None else slopes.view(whole))
+        ctx.save_for_backward(None if state_grads is None else state_grads.view(whole))
         return log_probs.view(whole[:-1])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (slopes,) = ctx.saved_tensors
+        (state_grads,) = ctx.saved_tensors
         grad = grad[..., None]
-        # fp16 cannot represent a loss scale of 65536, but it can represent its product with a slope.
-        if slopes.dtype == torch.float16:
-            return (slopes * grad).to(slopes.dtype), None, None, None
-        return slopes * grad.to(slopes.dtype), None, None, None
+        # fp16 cannot represent a loss scale of 65536, but it can represent its product with a gradient.
+        if state_grads.dtype == torch.float16:
+            return (state_grads * grad).to(state_grads.dtype), None, None, None
+        return state_grads * grad.to(state_grads.dtype), None, None, None
 
 
 def target_log_probs(states: Tensor, targets: Tensor, head: Head, of_chunk: OfChunk = plain_chunk) -> Tensor:

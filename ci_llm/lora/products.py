@@ -165,7 +165,8 @@ def with_adapters(
     dtype = cast.dtype
     # One product with W for the rows of all agents: this is where the fused pass saves time.
     bias = None if bias is None else bias.to(dtype)
-    y, kept = product(cast, dense(weight, dtype), bias, by_onednn=by_onednn), list[Tensor]()
+    y = product(cast, dense(weight, dtype), bias, by_onednn=by_onednn)
+    kept = list[Tensor]()
     for stack, rows, z in inputs_of(owned, cast, dropped):
         a, b = stack.effective(dtype)
         h = add_low_rank(stack.of(y[rows]), z, a, b, stack.scaling)
@@ -224,7 +225,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, by_onednn:
     """x Wᵀ + b for x [..., in] and a frozen weight [out, in].
 
     Args:
-        weight: a plain or a packed one.
+        weight: a plain or a reordered one.
         by_onednn: compute fp32 products by oneDNN's operator. The operator is private to torch, so a trial at the start
             of a run finds out whether it exists and is right.
     """

@@ -36,14 +36,14 @@ class Reading:
         sizes: how many tokens each owner has; None: all have equally many.
         in_storage: true if all parameters' gradients are views of the storage, as `begin_step` leaves them.
         by_onednn: true if passes without gradients compute products with frozen weights by oneDNN; see `product`.
-        packed: packed weights for passes without gradients, by layer; see `Packed` in `ci_llm/lora/kernels.py`.
+        reordered: weights for passes without gradients, by layer; see `ReorderedWeights` in onednn.py.
     """
 
     agents: tuple[int, ...]
     sizes: tuple[int, ...] | None = None
     in_storage: bool = False
     by_onednn: bool = False
-    packed: Mapping[nn.Module, Tensor] = field(default_factory=dict)
+    reordered: Mapping[nn.Module, Tensor] = field(default_factory=dict)
 
     @contextmanager
     def of(self, agents: Sequence[int], sizes: Sequence[int] | None = None) -> Iterator[None]:
@@ -144,7 +144,8 @@ class InputDropout:
 
     def _mask(self, like: Tensor, layer: str, agent: int) -> Tensor:
         """0 where an input [N, in] is dropped, and 1 / (1 - share) elsewhere."""
-        own, generator = self._settings.of(agent), None
+        own = self._settings.of(agent)
+        generator = None
         if self.micro_step is not None:
             generator = generator_for(own.seed, "dropout", *self.micro_step, layer, own.index, device=like.device)
         keep = 1 - own.dropout

@@ -220,7 +220,8 @@ def _gain(values: Tensor) -> Tensor:
 
 
 def _robust(o: Dpo, e: Evidence) -> Tensor:
-    share, gain = o.label_smoothing, o.beta * _gain(e.ratios)
+    share = o.label_smoothing
+    gain = o.beta * _gain(e.ratios)
     return (share * F.logsigmoid(-gain) - (1 - share) * F.logsigmoid(gain)) / (1 - 2 * share)
 
 
@@ -283,7 +284,8 @@ class Orpo(Objective):
         return e.mean_nll - self.beta * F.logsigmoid(log_odds(e))
 
     def metrics(self, e: Evidence) -> Metrics:
-        odds, units = log_odds(e), float(e.sums.shape[1] // 2)
+        odds = log_odds(e)
+        units = float(e.sums.shape[1] // 2)
         return {"log_odds_ratio": (F.logsigmoid(odds).sum(1), units), "log_odds_chosen": (odds.sum(1), units)}
 
 
@@ -439,8 +441,8 @@ def head_size(config: Any) -> int:
 def without_function(config: Any, outputs: int) -> Any:
     """The configuration in a checkpoint, without an objective that nobody but the checkpoint names.
 
-    In its place stands one for agents of the same form: by the columns, or for heads of so many `outputs`. The rows are
-    read by it; the loss of the training is not known.
+    In its place stands one for agents of the same form: by the columns, or for heads with this number of `outputs`. The
+    rows are read by it; the loss of the training is not known.
     """
     name = config.objective
     if not is_function(name) or may_import(name):

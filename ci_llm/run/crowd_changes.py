@@ -16,14 +16,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.errors import BadInput
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.exactness import record_bits
+from ci_llm.run.optimizer import moments_of, set_agents
 from ci_llm.run.run_checkpoint import STOPPED
 from ci_llm.run.start.agent_settings import assign_training, crowd_settings, describe, trained_objective
 from ci_llm.run.start.loading import steps_of
@@ -67,12 +65,12 @@ def keep_agents(trainer: Trainer, state: TrainState, kept: Sequence[int]) -> Non
     """
     crowd, optimizer = trainer.crowd, trainer.optimizer
     stopped = trainer.description.stopped | dict(_adapters_of({*crowd.names} - {*state.names}, crowd))
-    moments = [optimizer.state.get(crowd.storage.rows[place], {}) for place in kept]
+    moments = [moments_of(optimizer, crowd.storage.rows[place]) for place in kept]
     crowd.keep_agents(crowd_settings(trainer.config, state.numbers), kept, state.names)
     trainer.state = state
     trainer.description = describe(trainer.config, state.numbers, trainer.loaded, crowd, stopped)
     _assign_training(trainer)
-    _fill(optimizer, [agent.optimizer_group for agent in crowd.agents], moments)
+    set_agents(optimizer, crowd.agents, moments)
     trainer.nonfinite.last_good.keep_agents(crowd.storage.rows, kept)
     trainer.metrics.keep_agents(kept)
     trainer.objective = trained_objective(trainer.present_config, crowd)
@@ -110,19 +108,6 @@ def _assign_training(trainer: Trainer) -> None:
     assign_training(trainer.crowd.agents, trainer.present_config, rows, state.rows_per_step, trainer.total_steps)
 
 
-def _fill(
-    optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], moments: Sequence[dict[str, Tensor]]
-) -> None:
-    """Give the optimizer other parameters. It stays the same object, because it holds hooks of other parts."""
-    optimizer.param_groups.clear()
-    optimizer.state.clear()
-    for group, own in zip(groups, moments, strict=True):
-        optimizer.add_param_group(group)
-        (row,) = optimizer.param_groups[-1]["params"]
-        if own:
-            optimizer.state[row] = own
-
-
 def _adapters_of(leaving: Collection[str], crowd: Crowd) -> Iterator[tuple[str, Any]]:
     """The files of agents that leave. From here on checkpoints hold them as PEFT folders beside those of the crowd."""
     files = crowd.adapter_files() if leaving else {}
@@ -134,13 +119,13 @@ def _adapters_of(leaving: Collection[str], crowd: Crowd) -> Iterator[tuple[str, 
 
 def _take_requests(trainer: Trainer, attempt: Attempt) -> list[CrowdChange]:
     """On the main process: decide about the requests in the run's folder. They wait while the disk takes no record."""
-    folder, decided, state = attempt.config.run_folder, [], trainer.state
-    for waiting in read_waiting(folder):
-        request = replace(waiting, step=state.step)
+    folder, state = attempt.config.run_folder, trainer.state
+    decided = []
+    for request in read_waiting(folder, state.step):
         if request.refused is None:
-            request = replace(request, refused=state.objection(request.change))
+            request = replace(request, refused=state.objection(request))
         if request.refused is None:
-            state = state.with_planned([request.change]).after_changes()
+            state = state.with_planned([request]).after_changes()
         decided.append(request)
     try:
         decide(folder, decided)  # before anything acts or is told
@@ -154,4 +139,4 @@ def _take_requests(trainer: Trainer, attempt: Attempt) -> list[CrowdChange]:
     for request in decided:
         if request.refused is not None:
             logger.warning(f"crowd     a request is refused: {request.refused}")
-    return [request.change for request in decided if request.refused is None]
+    return [request for request in decided if request.refused is None]

@@ -1,12 +1,14 @@
-"""The gradients of one optimizer step on this process: what its objective needs to know of the step, then the passes.
+"""The gradients of one optimizer step: how they are computed on this process, then added up, clipped and applied.
 
-An objective of pairs or rated rows learns counts and KTO's `kl` first. The counts follow from the plan, which every
-process can compute, and from the rows. `kl` needs passes of its own over mismatched rows: the prompt of each row with
-the answer of the row before it in the step, whichever process has that row. A vote adds up their sums, and tells
-whether memory ran out on some process.
+Before the passes an objective of pairs or rated rows learns counts and KTO's `kl`. The counts follow from the plan,
+which every process can compute, and from the rows. `kl` needs passes of its own over mismatched rows: the prompt of
+each row with the answer of the row before it in the step, whichever process has that row. A vote adds up their sums,
+and tells whether memory ran out on some process.
 
-Losses are summed, so that the gradients of all passes add up. Nothing is sent here: under `no_sync` a process that runs
-out of memory leaves nobody waiting. `apply_gradients` (loop.py) reduces them, and clips them with `AgentStorage.clip`.
+Losses are summed, so that the gradients of all passes add up. `compute_gradients` sends nothing: under `no_sync` a
+process that runs out of memory leaves nobody waiting. After the ballot of the step `apply_gradients` makes one
+all-reduce of the flat gradient, or one for each agent. Each agent's part becomes a mean over its targets, and is
+clipped by its norm. The optimizer moves the agents that are finite, and leaves out the others.
 
 Legend: K agents.
 """
@@ -28,7 +30,8 @@ from ci_llm.data.batches import Batch, MicroBatch, Owned, pack
 from ci_llm.data.order import Plan
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.data.units import Unit
-from ci_llm.distributed.ballot import Ballot, StepSums
+from ci_llm.distributed.ballot import Ballot, StepSums, Verdict
+from ci_llm.run.optimizer import set_rates
 from ci_llm.run.step.nonfinite import nonfinite_here
 from ci_llm.run.trainer import Trainer
 
@@ -51,7 +54,8 @@ def compute_gradients(
         the ballot of this process, with its sums and the agents that are not finite here.
     """
     accelerator, model, crowd = trainer.processes.accelerator, trainer.prepared.model, trainer.crowd
-    process, counted = accelerator.process_index, 0
+    process = accelerator.process_index
+    counted = 0
     model.train()
     crowd.storage.begin_step(step)
     size = StepSums.size(crowd.num_agents, metrics=len(objective.metric_names))
@@ -77,6 +81,29 @@ def compute_gradients(
     return Ballot(counted, nonfinite_here(crowd.storage.gradients, sums[: crowd.num_agents]), sums)
 
 
+def apply_gradients(trainer: Trainer, step: int, verdict: Verdict, left_out: Sequence[int]) -> Tensor:
+    """Reduce, take the mean over an agent's targets of the step, clip each; the optimizer moves those not left out.
+
+    Returns:
+        [K] the gradient norm of every agent before clipping, on the device, which is not waited for.
+    """
+    agents, storage, state = trainer.crowd.agents, trainer.crowd.storage, trainer.state
+    for part in storage.gradients_to_add:
+        trainer.processes.reduce_flat_(part)
+    scale = state.loss_scale or 1.0
+    targets = StepSums.unpack(verdict.sums, len(agents)).targets
+    if len({*targets}) == 1:
+        storage.gradients.div_(max(targets[0], 1) * scale)
+    else:
+        for gradient, count in zip(storage.gradients, targets, strict=True):
+            gradient.div_(max(count, 1) * scale)
+    norms = storage.clip([agent.training.max_grad_norm for agent in agents])
+    storage.leave_out(left_out)
+    set_rates(trainer.prepared.optimizer, [agent.learning_rate(step, state.lr_factor(agent.place)) for agent in agents])
+    trainer.prepared.optimizer.step()
+    return norms
+
+
 def objective_of_step(
     trainer: Trainer, step: int, micro_batches: Sequence[MicroBatch], objective: TrainedObjective
 ) -> tuple[TrainedObjective | None, str | None]:
@@ -90,7 +117,8 @@ def objective_of_step(
     """
     if not isinstance(objective, Preferences):
         return objective, None
-    needs, courses = objective.objective.needs, trainer.courses
+    needs = objective.objective.needs
+    courses = trainer.courses
     if needs.nll != "none":
         shares = once_each(courses.each, lambda course: _nll_share(course, step))
         objective = replace(objective, nll_shares=tuple(shares))
@@ -110,7 +138,8 @@ def objective_of_step(
 @torch.no_grad()
 def _differences(trainer: Trainer, step: int, micro_batches: Sequence[MicroBatch]) -> Tensor:
     """[K] fp64 log-probability of this process's mismatched rows by the agents minus that by the base, summed."""
-    crowd, courses, config, process = trainer.crowd, trainer.courses, trainer.config, trainer.processes.process_index
+    crowd, courses, process = trainer.crowd, trainer.courses, trainer.processes.process_index
+    limit, seed = trainer.config.max_seq_length, trainer.config.seed
     before = once_each(courses.each, lambda course: _rows_before(course.plan, step))
     sums = torch.zeros(crowd.num_agents, dtype=torch.float64, device=crowd.device)
     crowd.train()
@@ -119,11 +148,11 @@ def _differences(trainer: Trainer, step: int, micro_batches: Sequence[MicroBatch
         crowd.storage.begin_micro_step(step, process, number)
         mixed = []
         for agents, own in batch:
-            rows = _mismatched(own, courses.each[agents[0]].rows, before[agents[0]], config.max_seq_length)
+            rows = _mismatched(own, courses.each[agents[0]].rows, before[agents[0]], limit)
             mixed.append(Owned(agents, rows.to(crowd.device)))
         for part in crowd.parts(mixed):
             trainer.heartbeat.tick()
-            seed_everything(config.seed, "mismatched", step, process, number)
+            seed_everything(seed, "mismatched", step, process, number)
             with trainer.processes.autocast():
                 for output in crowd(part):
                     wanted = crowd.reference(output.agents, output.batch).double().sum(1)
@@ -140,7 +169,7 @@ def _nll_share(course: Course, step: int) -> float:
 
 
 def _rows_before(plan: Plan, step: int) -> dict[int, int]:
-    """The row before each row of the step: the last one before the first; one of another step before a single row."""
+    """The row before each row of the step. The first row gets the last; in a step of one row, a row of another step."""
     rows = plan.rows(step)
     other_step = step - 1 if step else 1
     last = rows[-1] if len(rows) > 1 else plan.rows(other_step)[-1]

@@ -4,13 +4,13 @@
 Every step goes the same way, on all processes alike:
 
 1. Agents that learn by rewards draw their completions (step/rollout.py).
-2. Each process runs its micro-batches through the frozen base, forward and backward (gradients.py). A micro-batch takes
-   one pass for all agents, or with `pass_per_agent` one pass for each, which gives an agent the bits that it has alone.
-   Before, an objective of pairs or rated rows learns what it has to know of the whole step.
+2. `compute_gradients`: each process runs its micro-batches through the frozen base, forward and backward. A micro-batch
+   takes one pass for all agents, or with `pass_per_agent` one pass for each, which gives an agent the bits that it has
+   alone. Before, an objective of pairs or rated rows learns what it has to know of the whole step.
 3. `agree_on_gradients`: ONE ballot. It adds up losses and targets, and tells all processes which agents are not finite,
    whether memory ran out, and whether somebody wants to stop, to save or to change the crowd (agreement.py).
-4. `apply_gradients`: one all-reduce of the flat gradient, or one for each agent. Each agent's part becomes a mean over
-   its targets and is clipped by its norm. The optimizer moves the agents that are finite, and leaves out the others.
+4. `apply_gradients`: one all-reduce. Each agent's gradient becomes a mean over its targets and is clipped by its norm.
+   The optimizer (optimizer.py) moves the agents that are finite, and leaves out the others.
 5. The state advances, and step/nonfinite.py responds to numbers that are not finite. Then come, where they are due: a
    change of the crowd, a checkpoint, an evaluation.
 
@@ -19,19 +19,17 @@ Legend: K agents.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain, islice
 from typing import TypeAlias
 
-from torch import Tensor
-
 from ci_llm.data.batches import MicroBatch, select_agents
 from ci_llm.data.loader import any_number_of_workers, loader_of
-from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.run.agreement import agree_on_gradients
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.crowd_changes import change_crowd
 from ci_llm.run.evaluation import evaluate
+from ci_llm.run.gradients import apply_gradients
 from ci_llm.run.reporting import call_event, report, save
 from ci_llm.run.step.nonfinite import findings_of
 from ci_llm.run.trainer import Trainer
@@ -51,7 +49,9 @@ def train(trainer: Trainer, attempt: Attempt, batches: Batches) -> str | None:
     trainer.nonfinite.last_good.begin(trainer.state.step)
     trainer.metrics.restart_clock()
     stop = evaluate(trainer, attempt) if trainer.evaluation_missed else None
-    for step, micro_batches in batches if stop is None and not trainer.is_finished else ():
+    if stop is not None or trainer.is_finished:
+        return stop
+    for step, micro_batches in batches:
         attempt.pace.begin_step()
         known_bad = trainer.state.recovery.is_bad_batch(step, trainer.courses.rows_of_step)
         verdict = agree_on_gradients(trainer, attempt, step, [] if known_bad else micro_batches)
@@ -81,11 +81,11 @@ def train(trainer: Trainer, attempt: Attempt, batches: Batches) -> str | None:
 
 def steps(trainer: Trainer) -> Batches:
     """(step, this process's micro-batches), from where the state stands to the end of the run."""
-    accelerator, courses, step = trainer.processes.accelerator, trainer.courses, trainer.state.step
+    courses, step, accelerator = trainer.courses, trainer.state.step, trainer.processes.accelerator
     span = range(step - step % courses.steps_per_epoch, trainer.total_steps)  # from an epoch's start
-    processes, workers = trainer.processes.num_processes, trainer.config.num_workers
+    count, size, workers = trainer.processes.num_processes, trainer.micro_batch_size, trainer.config.num_workers
     with any_number_of_workers():
-        loader, sampler = loader_of(courses, span, processes, trainer.micro_batch_size, num_workers=workers)
+        loader, sampler = loader_of(courses, span, count, size, num_workers=workers)
         trainer.prepare(loader)
         batches = iter(accelerator.skip_first_batches(trainer.prepared.loader, sampler.before(step)))
         batches = chain([*islice(batches, 1)] if workers else [], batches)  # starts them, before the run has threads
@@ -97,27 +97,3 @@ def steps(trainer: Trainer) -> Batches:
 
     # One at a time, when it is asked for: the crowd may change between two steps.
     return map(of_step, range(step, trainer.total_steps))
-
-
-def apply_gradients(trainer: Trainer, step: int, verdict: Verdict, left_out: Sequence[int]) -> Tensor:
-    """Reduce, take the mean over an agent's targets of the step, clip each; the optimizer moves those not left out.
-
-    Returns:
-        [K] the gradient norm of every agent before clipping, on the device, which is not waited for.
-    """
-    agents, storage, state = trainer.crowd.agents, trainer.crowd.storage, trainer.state
-    for part in storage.gradients_to_add:
-        trainer.processes.reduce_flat_(part)
-    scale, targets = state.loss_scale or 1.0, StepSums.unpack(verdict.sums, len(agents)).targets
-    if len({*targets}) == 1:
-        storage.gradients.div_(max(targets[0], 1) * scale)
-    else:
-        for gradient, count in zip(storage.gradients, targets, strict=True):
-            gradient.div_(max(count, 1) * scale)
-    norms = storage.clip([agent.training.max_grad_norm for agent in agents])
-    storage.leave_out(left_out)
-    optimizer = trainer.prepared.optimizer
-    for agent, group in zip(agents, optimizer.param_groups, strict=True):
-        group["lr"] = trainer.rate_of(agent, step)
-    optimizer.step()
-    return norms

@@ -71,7 +71,8 @@ def _rates_and_epochs(trainer: Trainer) -> dict[str, Any]:
     }
     if trainer.present_config.agents:
         for agent in agents:
-            line[f"train/{agent.name}/learning_rate"] = trainer.rate_of(agent, state.step - 1)
+            factor = state.lr_factor(agent.place)
+            line[f"train/{agent.name}/learning_rate"] = agent.learning_rate(state.step - 1, factor)
     if courses.are_own:
         epochs = zip(agents, courses.epochs(state.step), strict=True)
         line |= {f"train/{agent.name}/epoch": epoch for agent, epoch in epochs}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from ci_llm.core import determinism
 from ci_llm.crowd.crowd import load_state, shape_of
 from ci_llm.crowd.given_path import META
 from ci_llm.errors import BadInput, CheckpointError, CiLlmError, ConfigError, ForeignCheckpoint
-from ci_llm.run.step.nonfinite import placed
+from ci_llm.run.optimizer import moments_of, placed, put_moments
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.trainer import Trainer
 
@@ -51,7 +51,7 @@ def contents(
     costs about 16 kB a process in the one collective that a save needs anyway (tests/checkpoints/test_costs.py).
     """
     crowd, state = trainer.crowd, trainer.state
-    moments = [dict(trainer.optimizer.state[row]) for row in crowd.storage.rows]
+    moments = [moments_of(trainer.optimizer, row) for row in crowd.storage.rows]
     known = {f"process{i}": each for i, each in enumerate(generators) if each is not None}
     return {
         **{f"{agent.name}/adapter_model": agent.state_dict() for agent in crowd.agents},
@@ -63,7 +63,7 @@ def contents(
             "last_step": state.step,
             "last_learning_rate": trainer.last_learning_rate if state.step else trainer.learning_rate(0),
         },
-        "train_state": asdict(state),
+        "train_state": state.to_dict(),
         # An agent outside of an episode is its own good snapshot: an older one would double every checkpoint.
         "guard": trainer.nonfinite.last_good.state_of(in_episode(state)),
         "trackers": dict(trackers),
@@ -128,7 +128,8 @@ class Resume:
         trainer.description.stopped.update({key: value for key, value in saved.items() if key.startswith(STOPPED)})
         load_state(trainer.crowd, saved, str(self.source.folder))
         for name, row in zip(trainer.crowd.names, trainer.crowd.storage.rows, strict=True):
-            trainer.optimizer.state[row] = placed(saved["optimizer"].get(name, {}), row, trainer.optimizer)
+            moments = placed(saved["optimizer"].get(name, {}), row, trainer.optimizer)
+            put_moments(trainer.optimizer, row, moments)
         trainer.nonfinite.last_good.load(in_episode(state), saved["guard"])
         return state
 

@@ -21,7 +21,7 @@ from accelerate.utils import model_has_dtensor
 from torch import nn
 from torch.utils import deterministic
 
-from ci_llm.agents.agent import Agent, courses_of
+from ci_llm.agents.agent import courses_of
 from ci_llm.base.load import Base
 from ci_llm.base.targets import absent_targets
 from ci_llm.config import Config, as_typed
@@ -38,6 +38,7 @@ from ci_llm.distributed.precision import slow_bf16
 from ci_llm.distributed.processes import Processes, peer_errors
 from ci_llm.errors import ConfigError
 from ci_llm.run.attempt import Attempt
+from ci_llm.run.optimizer import build_optimizer
 from ci_llm.run.start import agent_settings, loading
 from ci_llm.run.start.cost_model import resolve_auto
 from ci_llm.run.step.evaluator import Evaluator, StopVote
@@ -142,13 +143,9 @@ class Trainer:
             else:
                 self.prepared = Prepared(*accelerator.prepare(crowd, optimizer, loader))
 
-    def rate_of(self, agent: Agent, step: int) -> float:
-        """The learning rate of an agent at a 0-based step: its schedule, less what faults have cut."""
-        return agent.training.learning_rate(step) * self.state.lr_factor(agent.place)
-
     def learning_rate(self, step: int) -> float:
         """The learning rate of a 0-based step before any factor, for people; the mean if agents have different ones."""
-        rates = [agent.training.learning_rate(step) for agent in self.crowd.agents]
+        rates = [agent.learning_rate(step) for agent in self.crowd.agents]
         return rates[0] if len({*rates}) == 1 else fmean(rates)
 
     @property
@@ -266,16 +263,14 @@ def assemble(config: Config, processes: Processes, attempt: Attempt, loaded: loa
     heartbeat = Heartbeat()
     rows_per_step = config.rows_per_step(processes.num_processes)
     steps = loading.steps_of(config, [*map(len, loaded.rows)], rows_per_step)
-    state = TrainState.of_agents(
+    state = TrainState.at_start(
         config.num_agents,
         rows_per_step=rows_per_step,
         loss_scale=INITIAL_LOSS_SCALE if config.mixed_precision == "fp16" else None,
         validation=Validation(config.metric_for_best_model),
     )
     agent_settings.assign_training(crowd.agents, config, loaded.rows, rows_per_step, steps)
-    groups = [agent.optimizer_group for agent in crowd.agents]
-    betas = config.adam_beta1, config.adam_beta2
-    optimizer = torch.optim.AdamW(groups, betas=betas, eps=config.adam_epsilon, fused=True)
+    optimizer = build_optimizer(config, crowd.agents)
     attempt.manager.watch(optimizer)
     memory = MemoryRelief(config, loaded.base, crowd, processes.num_processes)
     objective = agent_settings.trained_objective(config, crowd)

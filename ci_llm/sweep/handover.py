@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -175,4 +175,4 @@ def _train_state(values: Mapping[str, Any], checkpoints: Sequence[Checkpoint]) -
     )
     agents = tuple(replace(agent, number=place) for place, agent in enumerate(state.agents))
     validation = Validation(state.validation.metric, step=state.validation.step)
-    return asdict(replace(state, agents=agents, recovery=recovery, validation=validation))
+    return replace(state, agents=agents, recovery=recovery, validation=validation).to_dict()

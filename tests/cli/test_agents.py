@@ -39,8 +39,8 @@ def answering(run: Path, refused: str | None) -> threading.Thread:
         waited = threading.Event()
         while not is_waiting(run):
             waited.wait(0.01)
-        (asked,) = read_waiting(run)
-        decide(run, [replace(asked, step=4, refused=refused)])
+        (asked,) = read_waiting(run, 4)
+        decide(run, [replace(asked, refused=refused)])
 
     thread = threading.Thread(target=answer, daemon=True)
     thread.start()
@@ -70,7 +70,7 @@ def test_a_request_to_a_run_that_is_not_training_is_left_until_it_resumes(
     ended(run, "interrupted")
     assert main(["agents", "stop", str(run), "0"]) == 0
     assert "after its first step, once it resumes" in capsys.readouterr().out
-    (asked,) = read_waiting(run)
+    (asked,) = read_waiting(run, 3)
     assert asked.refused is None
     assert asked.agent == 0
 

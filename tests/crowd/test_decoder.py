@@ -18,6 +18,7 @@ from ci_llm.crowd.decoder import Columns, Decoder, Piece, Pieces, column_attenti
 from ci_llm.crowd.next_token import CROWD, Decoding, Request, choose
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import ModelError
+from ci_llm.lora import onednn
 from ci_llm.lora.reading import NOBODY
 from tests.lora.test_adapters import K, crowd_of
 from tests.lora.test_kernels import ByOneDnn
@@ -112,10 +113,10 @@ def test_the_trial_accepts_a_rounding_difference_and_refuses_a_wrong_column(
 
 @pytest.mark.parametrize("is_faster", [True, False])
 def test_products_use_onednn_where_it_is_faster(is_faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_module, "onednn_is_faster", lambda: is_faster)
+    monkeypatch.setattr(onednn, "onednn_is_faster", lambda: is_faster)
     crowd = moved(crowd_of(base("qwen2", torch.float32)))  # q, k and v have a bias
     requests = [Request(PROMPTS[1], GREEDY, who) for who in EVERYBODY]
-    crowd.packed(torch.float32, by_onednn=is_faster)  # with its trials
+    crowd.reordered(torch.float32)  # with its trials
     with ByOneDnn() as asked:
         written(crowd, requests)
     passes = 1 + 2 * (GREEDY.max_new_tokens - 1)  # of crowd and agents, who read the prompt together, and of the base

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.lora import kernels, passes
+from ci_llm.lora import kernels, onednn, passes
 from ci_llm.lora.kernels import PARTS, Rotation, SwiGlu, fast_chunk, is_fast, rotate
 from ci_llm.lora.products import FusedLinear
 from ci_llm.lora.settings import LoraSettings
@@ -165,9 +165,9 @@ def test_frozen_weights_teach_the_same_by_onednn(parts: tuple[str, ...], monkeyp
 
 def test_onednn_is_taken_by_kind_of_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, units, wanted in (("AMD EPYC", "AVX512", True), ("AMD EPYC", "AVX2", False), ("Intel", "AVX512", False)):
-        monkeypatch.setattr(kernels, "processor", lambda name=name: name)
+        monkeypatch.setattr(onednn, "processor", lambda name=name: name)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda units=units: units)
-        assert kernels.onednn_is_faster.__wrapped__() is wanted
+        assert onednn.onednn_is_faster.__wrapped__() is wanted
 
 
 def test_nothing_of_it_is_left_where_it_is_given_back() -> None:

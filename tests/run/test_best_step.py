@@ -42,7 +42,7 @@ CELL = Cell(dropout=0.1)
 
 def after(*values: float, metric: str = "nll") -> TrainState:
     """The state of a run after evaluations with these values of the crowd, one every ten steps."""
-    state = TrainState.of_agents(2, validation=Validation(metric))
+    state = TrainState.at_start(2, validation=Validation(metric))
     for number, value in enumerate(values, start=1):
         state = replace(state, step=10 * number).evaluated(value, [value, 1 - value])
     return state

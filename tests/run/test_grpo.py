@@ -26,6 +26,7 @@ from ci_llm.config import Config
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.metrics import final_answer
 from ci_llm.crowd.objective import GrpoObjective
 from ci_llm.crowd.rewarding import Asked, Asking, Drawer, RewardScorer, rewards_of_group
 from ci_llm.data.prompts import Prompter
@@ -35,7 +36,7 @@ from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import ConfigError, DataError, RewardFailed
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import objective_of
-from ci_llm.objectives.grpo import Watch, advantages, metrics_of, spread, total_rewards
+from ci_llm.objectives.grpo import Watch, advantages, metrics_of, std, total_rewards
 from ci_llm.objectives.grpo.rewards import Reward, judged, require_answers, rewards_of
 from ci_llm.run.step.rollout import Group, Rollout, Rollouts
 from tests.crowd.test_preferences import gradients_of, load
@@ -95,7 +96,7 @@ def groups_of(crowd: Crowd, agent: int, end: int) -> list[Group]:
 
 def compared(groups: Sequence[Group], scale: str) -> list[Group]:
     total = torch.stack([total_rewards(group.rewards, WEIGHTS) for group in groups])
-    gains = advantages(total, scale, spread(total.flatten()) if scale == "batch" else None)
+    gains = advantages(total, scale, std(total.flatten()) if scale == "batch" else None)
     return [replace(group, advantages=own) for group, own in zip(groups, gains, strict=True)]
 
 
@@ -273,8 +274,8 @@ def test_tokens_are_drawn_as_often_as_the_softmax_at_the_temperature_says() -> N
 def test_memory_that_runs_out_while_texts_are_drawn_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     crowd, objective = crowd_of(), grpo(temperature=4.0)
     wanted, own = ids_of(crowd, (0, 1), objective), drawer(crowd)
-    step, fails = type(crowd).packed, iter([True, False, True, False])
-    monkeypatch.setattr(type(crowd), "packed", lambda self, *a, **b: _fail(next(fails, False)) or step(self, *a, **b))
+    step, fails = type(crowd).reordered, iter([True, False, True, False])
+    monkeypatch.setattr(type(crowd), "reordered", lambda self, *a: _fail(next(fails, False)) or step(self, *a))
     asked = [Asked(k, row, ids) for row, ids in enumerate(prompts(crowd, 3)) for k in (0, 1)]
     found = own.draw(asked, objective, 3)
     assert own.most == 12
@@ -299,6 +300,32 @@ def test_built_in_rewards() -> None:
     assert math.isnan(values[0][2])
     assert values[1][:2] == [0.0, 1.0]
     assert values[2:] == [[0.0, 1.0, 0.0], [0.75, 0.5, 0.75], [0.0] * 3]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [{"role": "assistant", "content": "4"}],
+        {"role": "assistant", "content": "4"},
+        [{"from": "gpt", "value": "4"}],
+        [{"role": "assistant", "content": [{"type": "text", "text": "4"}]}],
+        4,
+    ],
+    ids=str,
+)
+def test_a_right_answer_may_be_messages(answer: Any) -> None:
+    given = {"prompts": ["2+2"] * 2, "completions": ["4", "5"], "completion_ids": [[1], [1]]}
+    for reward in rewards_of(("exact_match", "final_number"), None, 4):
+        assert judged(reward, given | {"rows": [{"answer": answer}] * 2}, "row 0") == [1.0, 0.0]
+
+
+def test_a_sign_after_a_digit_is_an_operation_as_in_an_evaluation() -> None:
+    (reward,) = rewards_of(("final_number",), None, 4)
+    said = ["between 5-10", "10-3 = 10", "it is -10", "10.0", "$1,010"]
+    given = {"prompts": ["?"] * 5, "completions": said, "completion_ids": [[1]] * 5}
+    found = judged(reward, given | {"rows": [{"answer": "10"}] * 5}, "row 0")
+    assert found == [1.0, 1.0, 0.0, 1.0, 0.0]
+    assert found == [float(final_answer(text, "number") == "10") for text in said]
 
 
 def read_rows(folder: Path, lines: Sequence[dict[str, Any]], tokenizer: Any, **keys: Any) -> TokenizedRows:
@@ -414,8 +441,8 @@ def test_a_reward_may_be_awaited_and_may_give_none() -> None:
 
 def test_the_log_says_once_that_completions_teach_nothing(caplog: pytest.LogCaptureFixture) -> None:
     watch, rewards = Watch(), torch.ones(10, 1, 1, dtype=torch.float64)
-    spreads, cut = torch.tensor([0.0] * 9 + [1.0]), [True] * 9 + [False]
-    found = metrics_of(["length"], rewards, rewards[..., 0], spreads, [3] * 9 + [7], cut)
+    stds, cut = torch.tensor([0.0] * 9 + [1.0]), [True] * 9 + [False]
+    found = metrics_of(["length"], rewards, rewards[..., 0], stds, [3] * 9 + [7], cut)
     for step in range(1, 31):
         watch.look([found, found], step)
     assert [record.message.split()[0] for record in caplog.records] == ["step", "in"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +12,10 @@ import torch
 from ci_llm.agents.agent import Training
 from ci_llm.crowd.objective import NextToken
 from ci_llm.distributed.ballot import Verdict
-from ci_llm.run.loop import apply_gradients
+from ci_llm.run.gradients import apply_gradients
 from ci_llm.run.step.nonfinite import HUGE, nonfinite_here
 from ci_llm.run.step.state import AgentRecovery, AgentState, TrainState
-from ci_llm.run.trainer import Prepared, Trainer
+from ci_llm.run.trainer import Prepared
 from tests.lora.test_adapters import K, crowd_of, peft_twin
 from tests.support.peft_twins import peft_loss
 from tools.testbed.tiny import base, batch
@@ -35,7 +34,6 @@ def test_a_step_clips_each_agents_mean_gradient_and_uses_its_own_rate() -> None:
         state=TrainState(tuple(AgentState(k, 0, AgentRecovery(rate / 0.1)) for k, rate in enumerate(rates))),
         prepared=Prepared(crowd, torch.optim.SGD([{"params": [row]} for row in crowd.storage.rows])),
     )
-    run.rate_of = partial(Trainer.rate_of, run)
     for agent in crowd.agents:
         agent.training = Training(lambda _: 0.1, 0.0, limit, course=None)  # type: ignore[arg-type]
     crowd.storage.begin_step(0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from ci_llm.core.run_folder import BadBatch
+from ci_llm.distributed.ballot import Verdict
 from ci_llm.run.step import state
-from ci_llm.run.step.nonfinite import Findings
+from ci_llm.run.step.nonfinite import findings_of
 from ci_llm.run.step.state import AgentRecovery, RecoveryState, TrainState
 
 
@@ -59,9 +62,11 @@ def test_an_episode_ends_and_the_next_one_has_its_own_rollback() -> None:
 
 
 def test_only_an_overflow_halves_the_loss_scale() -> None:
-    before = TrainState.of_agents(2, loss_scale=8.0)
-    for nonfinite, scale in (((0,), 4.0), ((0, 1), 8.0)):
-        findings = Findings(left_out=(0, 1), nonfinite=nonfinite, bad_batch=False, tokens=1)
+    before = TrainState.at_start(2, loss_scale=8.0)
+    for losses, scale in (((math.nan, 1.0), 4.0), ((math.nan, math.nan), 8.0)):
+        verdict = Verdict(2, (True, True), (*losses, 1.0, 1.0, 0.0, 1.0), False, None, False)
+        findings = findings_of(verdict, before)
+        assert findings.left_out == (0, 1)
         moved = before.advance(1, 1, findings.left_out, findings.overflowed)
         assert (moved.loss_scale, [each.skipped for each in moved.agents]) == (scale, [1, 1])
 

@@ -21,7 +21,7 @@ from ci_llm.distributed import precision
 from ci_llm.distributed.precision import Speed
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.run.exactness import restore_generators, surroundings
-from ci_llm.run.step.nonfinite import placed
+from ci_llm.run.optimizer import placed
 from ci_llm.run.step.state import TrainState
 from ci_llm.run.trainer import set_determinism
 from tests.support.small_run import WORDS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ FOUR = Config(num_agents=4)
 
 
 def state_of(config: Config = FOUR) -> TrainState:
-    return TrainState.of_agents(config.num_agents)
+    return TrainState.at_start(config.num_agents)
 
 
 def after(state: TrainState, *changes: CrowdChange, step: int = 9) -> TrainState:
@@ -88,9 +88,10 @@ def test_the_record_of_an_agent_stays_with_it_through_a_checkpoint() -> None:
     assert state.best_note == "; best of this crowd", "it is worse than what was best before the change"
     assert [each.best for each in state.agents] == [Best(9, 0.8)] * 3
     assert state.evaluated(0.1, [0.1] * 3) is state, "an evaluation counts once"
-    known = load_json(dump_json(asdict(state)))
+    known = load_json(dump_json(state.to_dict()))
     assert isinstance(known, dict)
     assert TrainState.from_dict(known) == state
+    assert known["history"]["made"] == ({"step": 3, "agent": 1},), "as checkpoints of earlier versions have it"
 
 
 # Requests
@@ -100,12 +101,13 @@ def test_a_request_is_decided_once_and_stays_recorded(tmp_path: Path) -> None:
     assert not is_waiting(tmp_path)
     asked = ask(tmp_path, 2)
     assert is_waiting(tmp_path)
-    assert read_waiting(tmp_path) == [asked]
-    decide(tmp_path, [replace(asked, step=7)])
+    waiting = read_waiting(tmp_path, 7)
+    assert waiting == [CrowdChange(7, 2)]
+    decide(tmp_path, waiting)
     assert not is_waiting(tmp_path)
-    assert [each.change for each in read_record(tmp_path)] == [CrowdChange(7, 2)]
-    (tmp_path / FOLDER / f"{asked.id}.json").write_text('{"stop": 2}')  # a kill before it was removed
-    assert read_waiting(tmp_path) == []
+    assert [(each.id, each.step, each.agent) for each in read_record(tmp_path)] == [(asked, 7, 2)]
+    (tmp_path / FOLDER / f"{asked}.json").write_text('{"stop": 2}')  # a kill before it was removed
+    assert read_waiting(tmp_path, 8) == []
     decide(tmp_path, [])
     assert not is_waiting(tmp_path)
     assert [each.step for each in read_record(tmp_path)] == [7]
@@ -125,7 +127,7 @@ def test_a_request_is_decided_once_and_stays_recorded(tmp_path: Path) -> None:
 def test_a_file_that_is_not_a_request_is_refused(tmp_path: Path, content: str, says: str) -> None:
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "odd.json").write_text(content)
-    (found,) = read_waiting(tmp_path)
+    (found,) = read_waiting(tmp_path, 7)
     assert found.refused is not None
     assert says in found.refused
     assert "odd.json" in found.refused

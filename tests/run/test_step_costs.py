@@ -10,7 +10,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,10 +30,9 @@ from ci_llm.data.batches import Batch
 from ci_llm.distributed.ballot import Verdict, decode, encode
 from ci_llm.distributed.processes import Processes
 from ci_llm.lora.settings import LoraSettings
-from ci_llm.run.gradients import compute_gradients
-from ci_llm.run.loop import apply_gradients
+from ci_llm.run.gradients import apply_gradients, compute_gradients
 from ci_llm.run.step.state import TrainState
-from ci_llm.run.trainer import Prepared, Trainer
+from ci_llm.run.trainer import Prepared
 from ci_llm.run.watchdog import Heartbeat
 from tools.testbed.tiny import base, batch
 
@@ -103,12 +101,11 @@ class Step:
         self.trainer: Any = SimpleNamespace(
             crowd=crowd,
             processes=processes,
-            state=TrainState.of_agents(agents),
+            state=TrainState.at_start(agents),
             prepared=Prepared(*processes.accelerator.prepare(crowd, optimizer)),
             config=Config(),
             heartbeat=Heartbeat(),
         )
-        self.trainer.rate_of = partial(Trainer.rate_of, self.trainer)
         for agent in crowd.agents:
             agent.training = Training(lambda _: 1e-3, 0.0, 1.0, course=None)  # type: ignore[arg-type]
 

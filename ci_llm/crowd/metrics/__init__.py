@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, TypeAlias
 
+from ci_llm.core.answers import NUMBER, last_number, normalised
 from ci_llm.core.imports import load_plugin, plugin_names
 
 Reader: TypeAlias = Callable[[str], str]
@@ -52,14 +53,10 @@ def _normalised(text: str) -> str:
 AnswerStyle = Literal["marked", "number", "text"]
 
 _MARK = re.compile(r"####[ \t]*(.*)")
-#: A sign right after a digit is an operation: 10-3 ends with the number 3.
-_NUMBER = re.compile(
-    r"(?P<sign>(?<![0-9])[-+])?\$?(?P<digits>(?:[0-9]+(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-)
-_BEGINS_WITH_NUMBER = re.compile(rf"{_NUMBER.pattern}(?![.,]?[\w/:^*+=-])")
+_BEGINS_WITH_NUMBER = re.compile(rf"{NUMBER.pattern}(?![.,]?[\w/:^*+=-])")
 #: Before a number that is the whole answer, and not a part of it as in 3/4, 9:30 or 10-3; "Answer:42" and "US$5" do.
 _IS_WHOLE = r"(?:(?<![\w/^*.,+$-])(?<!\d:)|(?<![\d/:^*.,+-])(?=\$))"
-_ENDS_WITH_NUMBER = re.compile(rf"{_IS_WHOLE}{_NUMBER.pattern}\s*%?[.!]?\s*$")
+_ENDS_WITH_NUMBER = re.compile(rf"{_IS_WHOLE}{NUMBER.pattern}\s*%?[.!]?\s*$")
 
 
 def style_of(references: Sequence[str]) -> AnswerStyle:
@@ -81,23 +78,8 @@ def final_answer(text: str, style: AnswerStyle) -> str:
     """
     if style == "marked" and (mark := _MARK.search(text)):
         # The first mark counts: a text that continues after its answer continues with the next question.
-        return _number(_BEGINS_WITH_NUMBER.match(mark[1])) or _even(mark[1])
-    if style == "text":
-        return _even(text)
-    *_, last = [None, *_NUMBER.finditer(text)]
-    return _number(last)
-
-
-def _number(found: re.Match[str] | None) -> str:
-    """A number without its superfluous characters: 1,234.50 becomes 1234.5; "" for None.
-
-    It works on digits, because different long numbers can be equal as floats.
-    """
-    if found is None:
-        return ""
-    whole, _, part = found["digits"].replace(",", "").partition(".")
-    value = f"{whole.lstrip('0') or '0'}.{part.rstrip('0')}".rstrip(".")
-    return f"-{value}" if found["sign"] == "-" and value != "0" else value
+        return normalised(_BEGINS_WITH_NUMBER.match(mark[1])) or _even(mark[1])
+    return _even(text) if style == "text" else last_number(text) or ""
 
 
 def _even(text: str) -> str:

@@ -60,8 +60,8 @@ class Grpo(Objective):
 
     def of_agent(self, agent: int) -> tuple[float, float]:
         """`beta` and `temperature` of an agent."""
-        beta, warmth = (float(x[agent]) if isinstance(x, Tensor) else x for x in (self.beta, self.temperature))
-        return beta, warmth
+        beta, temperature = (float(x[agent]) if isinstance(x, Tensor) else x for x in (self.beta, self.temperature))
+        return beta, temperature
 
     def token_losses(self, log_probs: Tensor, advantages: Tensor, divergences: Tensor | None, beta: float) -> Tensor:
         """The loss of every token, TRL's `per_token_loss` where old log-probabilities are the present ones.
@@ -78,7 +78,7 @@ class Grpo(Objective):
         return losses + beta * (divergences * ratio if self.use_bias_correction_kl else divergences)
 
     def weight_of(self, tokens: int) -> float:
-        """The weight of each token in the sum over a step, for a completion of so many tokens."""
+        """The weight of each token in the sum over a step, for a completion of this number of tokens."""
         return 1 / max(tokens, 1) if self.kind == "grpo" else 1.0
 
     def count_of(self, tokens: int) -> int:
@@ -109,7 +109,7 @@ def total_rewards(rewards: Tensor, weights: tuple[float, ...] | None) -> Tensor:
     return (rewards * factors).where(given, 0.0).sum(-1).where(given.any(-1), torch.nan)
 
 
-def spread(rewards: Tensor) -> Tensor:
+def std(rewards: Tensor) -> Tensor:
     """The unbiased standard deviation over the last dimension, without NaN; NaN for fewer than two values."""
     count = (~rewards.isnan()).sum(-1)
     gaps = rewards - rewards.nanmean(-1, keepdim=True)
@@ -125,11 +125,11 @@ def advantages(rewards: Tensor, scale_rewards: str, of_batch: Tensor | None = No
     Args:
         rewards: [P, G] fp64.
         scale_rewards: the deviation: that of the "group", of the "batch", or "none".
-        of_batch: [] the `spread` of all rewards of the step, for "batch".
+        of_batch: [] the `std` of all rewards of the step, for "batch".
     """
     gains = rewards - rewards.nanmean(1, keepdim=True)
     if scale_rewards != "none":
-        own = spread(rewards)[:, None] if of_batch is None else of_batch
+        own = std(rewards)[:, None] if of_batch is None else of_batch
         gains = (gains / (own + EPSILON)).nan_to_num(nan=0.0)
     return gains.where(~rewards.isnan(), torch.nan)
 
@@ -141,20 +141,20 @@ SumAndCount = tuple[float, float]
 
 
 def metrics_of(
-    names: Sequence[str], rewards: Tensor, total: Tensor, spreads: Tensor, lengths: Sequence[int], cut: Sequence[bool]
+    names: Sequence[str], rewards: Tensor, total: Tensor, stds: Tensor, lengths: Sequence[int], cut: Sequence[bool]
 ) -> dict[str, SumAndCount]:
     """The metrics of the completions that an agent has drawn in a step, in all processes.
 
     Args:
         names: [F] those of the functions.
         rewards, total: [P, G, F] and [P, G], NaN where there is none.
-        spreads: [P] the deviation that divides the advantages of each group.
+        stds: [P] the deviation that divides the advantages of each group.
         lengths, cut: of each completion its tokens, and whether `max_completion_length` ended it.
     """
     found = {"reward": _mean(total), "reward_std": _deviation(total)}
     for name, own in zip(names, rewards.unbind(-1), strict=True):
         found |= {f"rewards/{name}/mean": _mean(own), f"rewards/{name}/std": _deviation(own)}
-    found["frac_reward_zero_std"] = _mean(torch.isclose(spreads, torch.zeros_like(spreads)))
+    found["frac_reward_zero_std"] = _mean(torch.isclose(stds, torch.zeros_like(stds)))
     found["completions/mean_length"] = float(sum(lengths)), float(len(lengths))
     for name, extreme in (("min", min), ("max", max)):
         found[f"completions/{name}_length"] = float(extreme(lengths, default=0)), float(len(lengths) > 0)
@@ -168,7 +168,7 @@ def _mean(values: Tensor) -> SumAndCount:
 
 def _deviation(values: Tensor) -> SumAndCount:
     """The unbiased standard deviation as one number; none of fewer than two values."""
-    found = spread(values.flatten())
+    found = std(values.flatten())
     return (0.0, 0.0) if found.isnan() else (float(found), 1.0)
 
 

@@ -18,13 +18,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
+from ci_llm.core.answers import last_number
 from ci_llm.core.imports import import_named
 from ci_llm.errors import ConfigError, DataError, RewardFailed, first_line
 
 #: Columns of the right answer, of which the first is taken that is there.
 ANSWERS: Final = ("answer", "completion", "response", "output", "solution", "target")
 _REGEX: Final = "regex:"
-_NUMBER: Final = re.compile(r"-?(?:\d[\d,]*\.?\d*|\.\d+)")
+#: The keys of a message, or of its parts, that hold its text.
+_TEXT_OF_MESSAGE: Final = ("content", "value", "text")
 _SHOWN: Final = 200  # characters of a completion in an error
 
 Given = Mapping[str, Sequence[Any]]
@@ -113,25 +115,23 @@ def _of_name(name: str, answer: str | None, longest: int) -> Reward:
     return Reward(getattr(function, "__name__", name.rpartition(":")[2]), function)
 
 
-def text_of(completion: Any) -> str:
-    """A completion as text: that of its messages, if it is a list of them."""
-    return completion if isinstance(completion, str) else "".join(message["content"] for message in completion)
-
-
-def last_number(text: str) -> float | None:
-    """The last number in a text, as answers of GSM8K are judged (Cobbe et al., 2021); None without one."""
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+def text_of(said: Any) -> str:
+    """A completion, or a right answer, as text: that of its messages and of their parts, if it has any."""
+    if isinstance(said, Mapping):
+        return text_of(next((said[key] for key in _TEXT_OF_MESSAGE if said.get(key) is not None), ""))
+    if isinstance(said, list) and all(isinstance(part, Mapping) for part in said):
+        return "".join(map(text_of, said))
+    return str(said)
 
 
 # Their settings are closed over: an argument could be replaced by a column of the same name.
 
 
-def _compared(named: str | None, read: Callable[[str], object]) -> Function:
+def _compared(named: str | None, read: Callable[[str], str | None]) -> Function:
     """1 where `read` finds the same in a completion as in the right answer, else 0; None if it finds nothing there."""
 
     def reward(completions: Sequence[Any], rows: Sequence[Mapping[str, Any]], **_: Any) -> list[float | None]:
-        wanted = [None if want is None else read(str(want)) for want in _answers(rows, named)]
+        wanted = [None if want is None else read(text_of(want)) for want in _answers(rows, named)]
         pairs = zip(completions, wanted, strict=True)
         return [None if want is None else float(read(text_of(own)) == want) for own, want in pairs]
 
@@ -147,7 +147,7 @@ def _length(most: int) -> Function:
 
 
 #: Those that compare a completion with the right answer: what they read of both.
-_BUILT_IN: Final[Mapping[str, Callable[[str], object]]] = {"exact_match": str.strip, "final_number": last_number}
+_BUILT_IN: Final[Mapping[str, Callable[[str], str | None]]] = {"exact_match": str.strip, "final_number": last_number}
 
 
 def judged(reward: Reward, given: Given, where: str, timeout: float | None = None) -> list[float]:
@@ -164,7 +164,8 @@ def judged(reward: Reward, given: Given, where: str, timeout: float | None = Non
     count = len(given["completions"])
     values, error = _called(reward, given, timeout)
     if error is not None:
-        raise _failed(reward, error, _culprit(reward, given, timeout, error), where) from error
+        culprit = "" if isinstance(error, TimeoutError) else _culprit(reward, given, timeout)
+        raise _failed(reward, error, culprit, where) from error
     try:
         listed = [math.nan if value is None else float(value) for value in values]
     except (TypeError, ValueError) as odd:
@@ -207,9 +208,9 @@ def _ended(value: Any) -> Any:
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
-def _culprit(reward: Reward, given: Given, timeout: float | None, error: Exception) -> str:
+def _culprit(reward: Reward, given: Given, timeout: float | None) -> str:
     """The completion with which alone the function raises as well."""
-    for at in range(len(given["completions"])) if not isinstance(error, TimeoutError) else ():
+    for at in range(len(given["completions"])):
         if _called(reward, {name: values[at : at + 1] for name, values in given.items()}, timeout)[1] is not None:
             return _shown(given, at)
     return ""

@@ -43,6 +43,7 @@ from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.precision import DTYPES, autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import first_line
+from ci_llm.run.optimizer import MOMENTS
 from ci_llm.run.start.agent_settings import lora_settings
 
 logger = logging.getLogger(__name__)
@@ -129,9 +130,10 @@ def trace(
 
 def agent_copies(config: Config, device: torch.device) -> int:
     """The copies of each trained parameter that the device holds: weights, gradients, moments, snapshots."""
-    saved = 3 if device.type == "cpu" else 0  # the copy of weights and moments that a checkpoint is written from
+    state = 1 + MOMENTS  # weights and moments
+    saved = state if device.type == "cpu" else 0  # the copy that a checkpoint is written from
     started = 2 if config.reference == "start" else 0  # the start, and the weights while agents are compared with it
-    return 7 + saved + started  # weights, gradients, two moments; the last good weights and moments
+    return 1 + state + state + saved + started  # the gradients; the present state, and the last good one
 
 
 def trace_longest(

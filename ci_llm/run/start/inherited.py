@@ -47,7 +47,7 @@ def read_inherited(run_folder: Path) -> Inherited:
         recovery,
         recovery.latest_step_allowed(last_attempt(run_folder)),
         tuple(read_skipped_batches(run_folder)),
-        tuple(each.change for each in read_record(run_folder) if each.refused is None),
+        tuple(each for each in read_record(run_folder) if each.refused is None),
     )
 
 

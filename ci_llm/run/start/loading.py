@@ -72,59 +72,101 @@ class Loaded:
         return replace(self, **{name: getattr(self, name) * count for name in ("rows", "eval_rows", "judged")})
 
 
-def load(config: Config, processes: Processes, longest: int | None = None, given: Base | None = None) -> Loaded:
+def load(config: Config, processes: Processes, begun_with: int | None = None, given: Base | None = None) -> Loaded:
     """Load base and rows; logs what it found. A collective.
 
     Args:
-        longest: the `max_seq_length` with which the run began, if it resumes.
+        begun_with: the `max_seq_length` with which the run began, if it resumes.
         given: a base that is loaded already, by a call in Python.
 
     Raises:
         BadInput: the model, the data or their combination cannot be trained; nothing was created.
     """
+    asked = config
     shape = given.model.config if given else load_architecture(config.model_name)
-    settled = dict[str, Any]()
-    if not config.is_open("max_seq_length"):
+    positions = positions_of(shape)
+    if asked.is_open("max_seq_length"):
+        config = config.model_copy(update={"max_seq_length": positions or sys.maxsize})
+    else:
         require_positions(shape, config.max_seq_length)
     per_step = config.rows_per_step(processes.num_processes)
     # First of all: a missing file costs no loading of the base.
     found = load_rows_of_each(config, "train")
-    settled |= objective_by_rows(config, found, per_step)
-    config = config.model_copy(update=settled)
-    if config.is_open("eval_samples"):
-        settled["eval_samples"] = eval_samples_of(config, [*map(len, found)], per_step)
-    asked = load_rows_of_each(config.model_copy(update=settled), "eval")
+    config = config.model_copy(update=objective_by_rows(config, found, per_step))
+    if asked.is_open("eval_samples"):
+        samples = eval_samples_of(config, [*map(len, found)], per_step)
+        config = config.model_copy(update={"eval_samples": samples})
+    to_evaluate = load_rows_of_each(config, "eval")
+    base = _base(config, processes, given)
+    if Encoder(base.tokenizer).has_clock and config.chat_date is None:
+        config = config.model_copy(update={"chat_date": processes.gather_object(date.today().isoformat())[0]})
+    while True:
+        rows = _tokenized(config, base, processes, found, evaluated=False)
+        eval_rows = _tokenized(config, base, processes, to_evaluate, evaluated=True)
+        narrower = _narrowed(asked, config, rows, eval_rows, per_step, begun_with)
+        if narrower is config:
+            break
+        config = narrower
+        to_evaluate = load_rows_of_each(config, "eval")
+    judged = []
+    if head_size(config):
+        require_class(base.model)
+    elif measured_as(config) == "grpo":
+        functions = rewards_of(config.rewards or (), config.answer_column, 1)
+        for own in (*found, *to_evaluate):
+            require_answers(functions, own.column_sets, config.answer_column, own.where)
+        config = config.model_copy(update=completion_length(config, rows, positions))
+    elif config.objective != SFT:
+        judged = _tokenized(config, base, processes, load_rows_of_each(config, "judged"), evaluated=True)
+    if asked.is_open("max_seq_length"):
+        config = config.model_copy(update={"max_seq_length": begun_with or _longest(rows, eval_rows)})
+    settled = {key: value for key, value in config if value != getattr(asked, key)}
+    return Loaded(base, rows, _with_copies_counted(eval_rows, rows), settled, judged)
+
+
+def _base(config: Config, processes: Processes, given: Base | None) -> Base:
+    """The base of a run with its chat template, on the device of this process; logs what it is."""
     if given is not None:
         given.model.to(processes.device)
     base = given or open_base(config, processes)
     use_chat_template(base.tokenizer, config.chat_template)
-    if Encoder(base.tokenizer).has_clock and config.chat_date is None:
-        settled["chat_date"] = processes.gather_object(date.today().isoformat())[0]
     stored = f", linear layers in {kind}" if (kind := stored_quantization(base.model.config)) else ""
     shared = f", layers sharded over {processes.num_processes} process(es)" if config.base_sharding == "layers" else ""
     logger.info(
         f"model     {config.model_name}, {base.num_parameters:,} parameters, frozen, {base.model.dtype}{stored}{shared}"
     )
-    if config.is_open("max_seq_length"):
-        settled["max_seq_length"] = positions_of(shape) or sys.maxsize
-    while True:
-        config = config.model_copy(update=settled)
-        rows = _tokenized(config, base, processes, found, evaluated=False)
-        eval_rows = _tokenized(config, base, processes, asked, evaluated=True)
-        if not _narrowed(settled, config, rows, eval_rows, per_step, longest):
-            judged = []
-            if head_size(config):
-                require_class(base.model)
-            elif measured_as(config) == "grpo":
-                functions = rewards_of(config.rewards or (), config.answer_column, 1)
-                for own in (*found, *asked):
-                    require_answers(functions, own.column_sets, config.answer_column, own.where)
-                settled |= completion_length(config, rows, positions_of(shape))
-            elif config.objective != SFT:
-                asked = load_rows_of_each(config, "judged")
-                judged = _tokenized(config, base, processes, asked, evaluated=True)
-            return Loaded(base, rows, _with_copies_counted(eval_rows, rows), settled, judged)
-        asked = load_rows_of_each(config.model_copy(update=settled), "eval")
+    return base
+
+
+def _narrowed(
+    asked: Config,
+    config: Config,
+    rows: Sequence[TokenizedRows],
+    eval_rows: Sequence[TokenizedRows],
+    rows_per_step: int,
+    begun_with: int | None,
+) -> Config:
+    """With fewer rows to evaluate on, or shorter rows, which have to be read again; `config` itself if these will do.
+
+    Args:
+        asked: the configuration in which keys say auto.
+        begun_with: see `load`.
+    """
+    samples = config.eval_samples or 0  # a number where it said auto
+    if asked.is_open("eval_samples") and samples > LEAST:
+        allowed = tokens_of_evaluation(config, rows, rows_per_step)
+        taken = sum(own.facts.tokens for own in {id(own): own for own in eval_rows}.values())
+        if taken > allowed:
+            fewer = max(LEAST, min(samples - 1, samples * allowed // taken))
+            return config.model_copy(update={"eval_samples": fewer})
+    if asked.is_open("max_seq_length") and begun_with and begun_with < _longest(rows, eval_rows):
+        return config.model_copy(update={"max_seq_length": begun_with})
+    return config
+
+
+def _longest(rows: Sequence[TokenizedRows], eval_rows: Sequence[TokenizedRows]) -> int:
+    """The tokens of the longest row."""
+    return max(own.facts.longest for own in (*rows, *eval_rows))
 
 
 #: Tokens of a completion at most, unless the base has fewer positions, as in TRL.
@@ -199,8 +241,8 @@ def _unread(config: Config) -> list[str]:
         read = {field.name for field in fields(objective)}  # type: ignore[arg-type]
         read |= {"num_labels"} if needs.rows == "labelled" else set()
         read |= {"reference"} if needs.reference else set()
-    unread, known = [key for key in _OF_OBJECTIVES if key not in read], Config.model_fields
-    usual = {key: known[key].default for key in unread} | {"beta": 0.1}
+    unread = [key for key in _OF_OBJECTIVES if key not in read]
+    usual = {key: Config.model_fields[key].default for key in unread} | {"beta": 0.1}
     return [key for key in unread if any(getattr(own, key) != usual[key] for own in config.each_agent)]
 
 
@@ -215,28 +257,6 @@ def _about_labels(config: Config, labels: Sequence[Label], where: str) -> dict[s
         return {}
     names = config.label_names or class_names(labels, config.num_labels, where)
     return {"label_names": names, "num_labels": len(names)}
-
-
-def _narrowed(
-    settled: dict[str, Any],
-    config: Config,
-    rows: Sequence[TokenizedRows],
-    eval_rows: Sequence[TokenizedRows],
-    rows_per_step: int,
-    begun_with: int | None,
-) -> bool:
-    """True if the rows have to be read again, because fewer or shorter ones are enough; updates `settled`."""
-    if "eval_samples" in settled:
-        allowed = tokens_of_evaluation(config, rows, rows_per_step)
-        taken = sum(own.facts.tokens for own in {id(own): own for own in eval_rows}.values())
-        if taken > allowed and (samples := settled["eval_samples"]) > LEAST:
-            settled["eval_samples"] = max(LEAST, min(samples - 1, samples * allowed // taken))
-            return True
-    if "max_seq_length" in settled:
-        longest = max(own.facts.longest for own in (*rows, *eval_rows))
-        settled["max_seq_length"] = begun_with or longest
-        return longest > int(settled["max_seq_length"])
-    return False
 
 
 def _with_copies_counted(evaluated: Sequence[TokenizedRows], trained: Sequence[TokenizedRows]) -> list[TokenizedRows]:

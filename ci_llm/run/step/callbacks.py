@@ -101,7 +101,8 @@ class Callbacks:
         methods = self._methods[event]
         if not methods:
             return False
-        generators, control = determinism.capture(), TrainerControl()
+        generators = determinism.capture()
+        control = TrainerControl()
         try:
             for method in methods:
                 method(config, state, control, **{name: dict(value) for name, value in values.items()})

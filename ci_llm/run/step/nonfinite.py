@@ -24,6 +24,7 @@ from ci_llm.core.run_folder import BadBatch, write_skipped_batches
 from ci_llm.data.agent_rows import Courses
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.errors import NonFinite
+from ci_llm.run.optimizer import moments_of, placed, put_moments
 from ci_llm.run.step.state import MAX_IN_A_ROW, AgentRecovery, AgentState, RecoveryState, TrainState
 
 logger = logging.getLogger(__name__)
@@ -40,21 +41,16 @@ class Findings:
     Attributes:
         left_out: agents that do not move in this step.
         nonfinite: the agents among them that were not finite and count for the policy.
+        overflowed: those for which the fp16 loss scale was too large; a smaller scale mends that.
         bad_batch: every agent was nonfinite in this step, now or in an earlier attempt.
         tokens: packed tokens, of all processes, on which at least one agent was trained.
-        dropped: agents that are left out of every step.
     """
 
     left_out: tuple[int, ...]
     nonfinite: tuple[int, ...]
+    overflowed: tuple[int, ...]
     bad_batch: bool
     tokens: int
-    dropped: Sequence[int] = ()
-
-    @property
-    def overflowed(self) -> tuple[int, ...]:
-        """Agents for which the fp16 loss scale was too large; a smaller scale mends that."""
-        return tuple(k for k in self.left_out if k not in self.nonfinite and k not in self.dropped)
 
 
 def nonfinite_here(gradients: Tensor, losses: Tensor) -> Tensor:
@@ -64,23 +60,25 @@ def nonfinite_here(gradients: Tensor, losses: Tensor) -> Tensor:
 
 
 def findings_of(verdict: Verdict, state: TrainState, *, known_bad: bool = False) -> Findings:
-    """The findings in the verdict on a step. Agents are judged as if those that are dropped were not there.
+    """The findings in the verdict on a step. Agents that are dropped are ignored.
 
     Args:
         state: the state before the step.
         known_bad: the step was found bad before, so that nothing was computed in it.
     """
-    everybody, dropped = tuple(range(len(verdict.nonfinite))), state.dropped
+    everybody = tuple(range(len(verdict.nonfinite)))
+    dropped = state.dropped
     judged = tuple(k for k in everybody if k not in dropped)
     if known_bad:
-        return Findings(everybody, judged, bad_batch=True, tokens=0, dropped=dropped)
+        return Findings(everybody, judged, (), bad_batch=True, tokens=0)
     sums = StepSums.unpack(verdict.sums, len(everybody))
     left_out = tuple(k for k in everybody if verdict.nonfinite[k] or k in dropped)
     scaled = (state.loss_scale or 1.0) > 1.0
     # Under a loss scale a gradient may overflow although its agent is fine. The scale does not touch the loss.
     nonfinite = tuple(k for k in judged if verdict.nonfinite[k] and not (scaled and math.isfinite(sums.losses[k])))
+    overflowed = tuple(k for k in left_out if k in judged and k not in nonfinite)
     bad = nonfinite == judged
-    return Findings(left_out, nonfinite, bad, 0 if bad else sums.tokens, dropped)
+    return Findings(left_out, nonfinite, overflowed, bad, 0 if bad else sums.tokens)
 
 
 #: Steps between two copies, and so the most that a rollback loses. A copy costs as much as the optimizer's step.
@@ -103,7 +101,7 @@ class LastGood:
 
     Args:
         rows: the weights, a parameter [P] for each agent.
-        optimizer: holds the moments of an agent as its state of that parameter.
+        optimizer: holds the moments of the agents.
     """
 
     def __init__(self, rows: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -118,14 +116,14 @@ class LastGood:
     def keep(self, agent: int, step: int) -> None:
         """Copy the agent as it is after `step` steps, into the place of the copy before."""
         row = self._rows[agent]
-        weights, moments = row.detach(), self._optimizer.state.get(row, {})
+        moments = moments_of(self._optimizer, row)
         old = self._snapshots.get(agent)
         if old is None or old.moments.keys() != moments.keys():
-            copies = {name: tensor.clone() for name, tensor in moments.items()}
-            self._snapshots[agent] = _Snapshot(step, weights.clone(), copies)
+            self._snapshots[agent] = _Snapshot(step, row.detach().clone(), _copies(moments))
             return
         old.step = step
-        old.weights.copy_(weights)  # into the memory it has: a new allocation every 20 steps would fragment a GPU's
+        # Into the memory it has: a new allocation every 20 steps would fragment a GPU's.
+        old.weights.copy_(row.detach())
         for name, tensor in moments.items():
             old.moments[name].copy_(tensor)
 
@@ -137,16 +135,16 @@ class LastGood:
 
     def keep_if_due(self, step: int, finite: Iterable[int]) -> None:
         """Copy these agents if `step` is one for copies."""
-        for agent in finite if step % EVERY_STEPS == 0 else ():
-            self.keep(agent, step)
+        if step % EVERY_STEPS == 0:
+            for agent in finite:
+                self.keep(agent, step)
 
     def roll_back(self, agent: int) -> int:
         """Give the agent the weights and moments of its snapshot; returns the step of the snapshot."""
-        kept, row = self._snapshots[agent], self._rows[agent]
+        kept = self._snapshots[agent]
+        row = self._rows[agent]
         row.data.copy_(kept.weights)
-        self._optimizer.state.pop(row, None)
-        if kept.moments:
-            self._optimizer.state[row] = {name: tensor.clone() for name, tensor in kept.moments.items()}
+        put_moments(self._optimizer, row, _copies(kept.moments))
         return kept.step
 
     def state_of(self, agents: Iterable[int]) -> dict[str, Any]:
@@ -157,19 +155,14 @@ class LastGood:
     def load(self, agents: Iterable[int], saved: Mapping[str, Any]) -> None:
         """The inverse of `state_of`."""
         for k in agents:
-            row, state = self._rows[k], saved[f"agent{k}"]
+            row = self._rows[k]
+            state = saved[f"agent{k}"]
             moments = placed(state["moments"], row, self._optimizer)
             self._snapshots[k] = _Snapshot(state["step"], state["weights"].to(row), moments)
 
 
-def placed(moments: Mapping[str, Tensor], row: Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The saved moments of an agent, with the dtype and device of its weights `row`.
-
-    The step counter stays an fp32 scalar. As in torch's `load_state_dict` it is on the CPU unless the optimizer is
-    fused: a plain AdamW reads it in every step, which would wait for a GPU.
-    """
-    place_of_step = row.device if optimizer.defaults.get("fused") else torch.device("cpu")
-    return {name: tensor.to(place_of_step) if name == "step" else tensor.to(row) for name, tensor in moments.items()}
+def _copies(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in moments.items()}
 
 
 class NonFiniteResponse:
@@ -186,7 +179,8 @@ class NonFiniteResponse:
         self, last_good: LastGood, run_folder: Path, may_write: Callable[[], bool], *, drops_agents: bool = False
     ) -> None:
         self.last_good = last_good
-        self._run_folder, self._may_write = run_folder, may_write
+        self._run_folder = run_folder
+        self._may_write = may_write
         self._drops_agents = drops_agents
 
     def respond(self, state: TrainState, courses: Courses, findings: Findings) -> TrainState:
@@ -202,10 +196,11 @@ class NonFiniteResponse:
         Raises:
             NonFinite: no response is left inside the run. The weights are those of the last good steps.
         """
-        step, before = state.step - 1, [agent.recovery for agent in state.agents]
+        step = state.step - 1
+        before = [agent.recovery for agent in state.agents]
         if findings.bad_batch:
             return replace(state, recovery=self._skip(state, BadBatch(step, tuple(courses.rows_of_step(step)))))
-        ignored = (*findings.overflowed, *findings.dropped)  # the step says nothing about them
+        ignored = (*findings.overflowed, *state.dropped)  # the step says nothing about them
         after = [
             each if k in ignored else each.after(step, k in findings.nonfinite, own_rows=courses.are_own)
             for k, each in enumerate(before)
@@ -239,7 +234,7 @@ class NonFiniteResponse:
                 self._record(after)
             return after
         first = state.step - in_a_row
-        # The rows are not the cause of so many in a row: the weights are, and later attempts try the batches.
+        # The rows do not cause this many in a row: the weights do, and later attempts try the batches.
         self._record(after.without_batches_from(first))
         raise NonFinite(
             f"no agent had a finite step {in_a_row} times in a row, from step {first + 1} on",
@@ -290,7 +285,8 @@ def recovery_metrics(state: TrainState, batch_size: int) -> dict[str, float]:
     Args:
         batch_size: as configured.
     """
-    recovery, metrics = state.recovery, dict[str, float]()
+    recovery = state.recovery
+    metrics = dict[str, float]()
     for agent in state.agents:
         if agent.skipped:
             metrics[f"train/{agent.name}/skipped_steps"] = agent.skipped

@@ -11,9 +11,9 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from ci_llm.core.durable import read_json, write_json
 from ci_llm.core.run_folder import CROWD_CHANGES, read_known, write_known
@@ -22,38 +22,18 @@ from ci_llm.run.step.state import CrowdChange
 FOLDER: Final = "requests"
 
 
-@dataclass(frozen=True)
-class CrowdRequest:
-    """A request to stop an agent, and what the run decided.
-
-    Attributes:
-        id: the name of its file.
-        step: the optimizer steps taken when it acts, or when it was refused; 0 while it waits.
-        refused: why it does not act; None if it waits or acts.
-    """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}  # what is asked for beyond that is no request to stop
-
-    id: str
-    step: int
-    agent: int
-    refused: str | None = None
-
-    @property
-    def change(self) -> CrowdChange:
-        """The change that it asks for."""
-        return CrowdChange(self.step, self.agent)
-
-
-def ask(run_folder: Path, agent: int) -> CrowdRequest:
+def ask(run_folder: Path, agent: int) -> str:
     """Leave a request to stop an agent for the run in this folder.
+
+    Returns:
+        the `id` that it has when it is decided.
 
     Raises:
         CheckpointError: the disk refuses the file.
     """
-    request = CrowdRequest(f"{time.time_ns()}-{os.getpid()}", 0, agent)
-    write_known(_path(run_folder, request.id), {"stop": agent}, "the request")
-    return request
+    name = f"{time.time_ns()}-{os.getpid()}"
+    write_known(_path(run_folder, name), {"stop": agent}, "the request")
+    return name
 
 
 def is_waiting(run_folder: Path) -> bool:
@@ -65,13 +45,17 @@ def is_waiting(run_folder: Path) -> bool:
     return bool(_names(run_folder))
 
 
-def read_waiting(run_folder: Path) -> list[CrowdRequest]:
-    """The requests in the folder that are not decided, the oldest first; a file that holds no request is refused."""
+def read_waiting(run_folder: Path, step: int) -> list[CrowdChange]:
+    """The requests that wait in the folder, the oldest first; a file that holds no request is refused.
+
+    Args:
+        step: the optimizer steps taken, after which they would act.
+    """
     known = {decided.id for decided in read_record(run_folder)}  # a kill may have come before they were removed
-    return [_read(_path(run_folder, name)) for name in sorted(_names(run_folder)) if name not in known]
+    return [_read(_path(run_folder, name), step) for name in sorted(_names(run_folder)) if name not in known]
 
 
-def decide(run_folder: Path, decided: Sequence[CrowdRequest]) -> None:
+def decide(run_folder: Path, decided: Sequence[CrowdChange]) -> None:
     """Put decided requests on record, and then remove the files of all that are on record.
 
     Raises:
@@ -85,13 +69,13 @@ def decide(run_folder: Path, decided: Sequence[CrowdRequest]) -> None:
             _path(run_folder, request.id).unlink(missing_ok=True)
 
 
-def read_record(run_folder: Path) -> list[CrowdRequest]:
+def read_record(run_folder: Path) -> list[CrowdChange]:
     """The requests that were decided so far.
 
     Raises:
         CheckpointError: the file is not of this program.
     """
-    return read_known(list[CrowdRequest], run_folder / CROWD_CHANGES, "no record of changes") or []
+    return read_known(list[CrowdChange], run_folder / CROWD_CHANGES, "no record of changes") or []
 
 
 def forget_after(run_folder: Path, step: int) -> None:
@@ -107,7 +91,7 @@ def forget_after(run_folder: Path, step: int) -> None:
         (run_folder / CROWD_CHANGES).unlink(missing_ok=True)
 
 
-def _write_record(run_folder: Path, decided: Sequence[CrowdRequest]) -> None:
+def _write_record(run_folder: Path, decided: Sequence[CrowdChange]) -> None:
     write_json(run_folder / CROWD_CHANGES, [asdict(each) for each in decided])
 
 
@@ -122,12 +106,12 @@ def _path(run_folder: Path, name: str) -> Path:
     return run_folder / FOLDER / f"{name}.json"
 
 
-def _read(path: Path) -> CrowdRequest:
+def _read(path: Path, step: int) -> CrowdChange:
     try:
         value: Any = read_json(path)
         agent = value["stop"]
         if type(agent) is not int:
             raise ValueError("stop is not the number of an agent")
-        return CrowdRequest(path.stem, 0, agent)
+        return CrowdChange(step, agent, path.stem)
     except (OSError, KeyError, TypeError, ValueError) as error:
-        return CrowdRequest(path.stem, 0, 0, refused=f"{path.name} holds no request: {error}")
+        return CrowdChange(step, 0, path.stem, refused=f"{path.name} holds no request: {error}")

@@ -32,10 +32,10 @@ from ci_llm.crowd.rewarding import Asked, Asking, Drawer, rewards_of_group
 from ci_llm.data.agent_rows import Course, Courses
 from ci_llm.data.batches import Batch, MicroBatch, Owned, pack
 from ci_llm.data.prompts import Prompter
-from ci_llm.data.units import unit_of
+from ci_llm.data.units import Unit, unit_of
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import RewardFailed
-from ci_llm.objectives.grpo import SumAndCount, Watch, advantages, metrics_of, spread, total_rewards
+from ci_llm.objectives.grpo import SumAndCount, Watch, advantages, metrics_of, std, total_rewards
 from ci_llm.objectives.grpo.rewards import failed_elsewhere
 from ci_llm.run.step.step_metrics import StepMetrics
 
@@ -80,7 +80,7 @@ class Rollout:
     failure: RewardFailed | None = None
 
     def parts(self, prompts: int, parts_of_group: int = 1) -> list[MicroBatch]:
-        """Micro-batches of at most so many prompts of each agent; or of one prompt, whose group is divided."""
+        """Micro-batches of at most this number of prompts of each agent; or of one prompt, whose group is divided."""
         size = -(-self.objective.grpo.num_generations // parts_of_group)
         each = []
         for agent, groups in enumerate(self.groups):
@@ -94,13 +94,15 @@ class Rollout:
         return [[own for own in together if own is not None] for together in zip_longest(*each)]
 
     def _packed(self, pieces: Sequence[tuple[Group, range]]) -> Batch:
-        grpo, units = self.objective.grpo, []
-        gains, weights, counted = list[float](), list[float](), 0
+        grpo, counted = self.objective.grpo, 0
+        units, gains, weights = list[Unit](), list[float](), list[float]()
         for group, numbers in pieces:
             units.append(unit_of([continuation(group.asked.prompt, group.tokens[n]) for n in numbers]))
             for number in numbers:
-                gain, count = float(group.advantages[number]), len(group.tokens[number])
-                is_drawn, is_masked = not math.isnan(gain), group.cut[number] and grpo.mask_truncated_completions
+                gain = float(group.advantages[number])
+                count = len(group.tokens[number])
+                is_drawn = not math.isnan(gain)
+                is_masked = group.cut[number] and grpo.mask_truncated_completions
                 learned = count if is_drawn and not is_masked else 0
                 gains.append(gain if is_drawn else 0.0)
                 weights.append(grpo.weight_of(count) if learned else 0.0)
@@ -239,7 +241,8 @@ class Rollouts:
         rows = [row for own in self.processes.gather_object(rollout.records) for row in own]
         if not (rows and manager.store.holds_lease()):
             return
-        file, folder = io.BytesIO(), manager.directory / COMPLETIONS
+        file = io.BytesIO()
+        folder = manager.directory / COMPLETIONS
         pq.write_table(pa.Table.from_pylist([{"step": step + 1, **row} for row in rows], rollout.schema), file)
         try:
             make_folders(folder)
@@ -259,7 +262,8 @@ class Rollouts:
         if failed:
             rewards = torch.full((len(texts), len(objective.rewards)), math.nan, dtype=torch.float64)
         else:
-            asking, own = Asking.of(course.rows, one.row), agent.settings
+            asking = Asking.of(course.rows, one.row)
+            own = agent.settings
             seed_everything(own.seed, "rewards", own.index, step, one.row)
             where = f"step {step + 1}, {agent.name}, {asking.place}"
             rewards = rewards_of_group(objective.rewards, asking, texts, tokens, where, grpo.reward_timeout)
@@ -280,13 +284,14 @@ def _measured(
     objective: GrpoObjective, of_processes: Sequence[_Numbers]
 ) -> tuple[dict[str, SumAndCount], Tensor | None]:
     """The metrics of one agent in a step, and the deviation of all its rewards, if it divides advantages."""
-    grpo, names = objective.grpo, [reward.name for reward in objective.rewards]
+    grpo = objective.grpo
+    names = [reward.name for reward in objective.rewards]
     listed, lengths, cut = ([*chain.from_iterable(part)] for part in zip(*of_processes, strict=True))
     rewards = torch.tensor(listed, dtype=torch.float64).view(-1, grpo.num_generations, len(names))
     total = total_rewards(rewards, grpo.reward_weights)
-    of_batch = spread(total.flatten()) if grpo.scale_rewards == "batch" else None
-    spreads = spread(total) if of_batch is None else of_batch.expand(len(total))
-    return metrics_of(names, rewards, total, spreads, lengths, cut), of_batch
+    of_batch = std(total.flatten()) if grpo.scale_rewards == "batch" else None
+    stds = std(total) if of_batch is None else of_batch.expand(len(total))
+    return metrics_of(names, rewards, total, stds, lengths, cut), of_batch
 
 
 def _compared(objective: GrpoObjective, groups: Sequence[Group], of_batch: Tensor | None) -> Iterator[Group]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, Final
 
 from pydantic import TypeAdapter
 
@@ -73,7 +73,7 @@ LEAST_LR_FACTOR: Final = 0.01
 
 #: A nonfinite step divides the agent's learning rate by it, as in safe_train.py.
 LR_DIVISOR: Final = 1.5
-#: Of nonfinite steps one or two in a row are a bad batch, and so many are not.
+#: One or two nonfinite steps in a row are a bad batch; this many are not.
 MAX_IN_A_ROW: Final = 5
 
 
@@ -194,15 +194,21 @@ class RecoveryState:
 
 @dataclass(frozen=True)
 class CrowdChange:
-    """An agent that is stopped.
+    """A request to stop an agent, as the run decided it. Two that are equal are one.
 
     Attributes:
-        step: the optimizer steps taken when it acts.
+        step: the optimizer steps taken when it acts, or when it was refused.
         agent: the number of the agent.
+        id: the name of its file; empty in the state of a checkpoint, which holds only step and agent.
+        refused: why it does not act; None if it acts.
     """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # what is asked for beyond that is no request to stop
 
     step: int
     agent: int
+    id: str = field(default="", compare=False)
+    refused: str | None = None
 
     def __str__(self) -> str:
         return f"stop agent{self.agent}"
@@ -276,8 +282,8 @@ class TrainState:
     history: History = field(default_factory=History)
 
     @classmethod
-    def of_agents(cls, count: int, **values: Any) -> TrainState:
-        """The state of so many agents."""
+    def at_start(cls, count: int, **values: Any) -> TrainState:
+        """The state of this number of agents, before the first step."""
         return cls(tuple(AgentState(number) for number in range(count)), **values)
 
     @property
@@ -382,14 +388,21 @@ class TrainState:
         )
 
     def judged_by(self, metric: str) -> TrainState:
-        """The state of a run that searches for its best step by this metric; by another one than before, anew."""
+        """The state of a run that searches for its best step by this metric. A new metric begins a new search."""
         if metric == self.validation.metric:
             return self
         return replace(
             self, validation=Validation(metric), agents=tuple(replace(each, best=None) for each in self.agents)
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        """The state as plain values, for a checkpoint."""
+        values = asdict(self)
+        for change in (*values["history"]["planned"], *values["history"]["made"]):
+            del change["id"], change["refused"]
+        return values
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainState:
-        """The inverse of `dataclasses.asdict`, also after a way through JSON."""
+        """The inverse of `to_dict`, also after a way through JSON."""
         return TypeAdapter(cls).validate_python(values, extra="forbid")

@@ -70,7 +70,7 @@ class StepMetrics:
         self._tokens, self._steps, self._since = 0, 0, time.perf_counter()
 
     def count(self, tokens: int) -> None:
-        """One more step was taken, over so many packed tokens."""
+        """One more step was taken, over this number of tokens."""
         self._tokens += tokens
         self._steps += 1
 
@@ -95,7 +95,9 @@ class StepMetrics:
 
     def add_named(self, metrics: Sequence[str], sums: Sequence[Sequence[float]], left_out: Sequence[int] = ()) -> None:
         """Add the metrics of the objective in the same step; arguments as in `StepSums.metrics` and `add`."""
-        for k, (name, numbers) in enumerate(zip(self._names, sums, strict=False)):
+        if not metrics:  # an objective without any has no sums of agents either
+            return
+        for k, (name, numbers) in enumerate(zip(self._names, sums, strict=True)):
             if k not in left_out:
                 own = self._named.setdefault(name, {})
                 for metric, total, count in zip(metrics, numbers[::2], numbers[1::2], strict=True):
@@ -159,7 +161,7 @@ RECENT: Final = 20  # steps whose mean is the loss now
 LEAST: Final = 5  # the fewest such steps, in a run that is shorter than two windows
 RISE: Final = 1.25  # a loss has risen if it is this many times the loss at the beginning,
 EARLY_RISE: Final = 2.0  # this many times over fewer than RECENT steps,
-SPREADS: Final = 3.0  # and if the rise is this many standard deviations of single batches
+DEVIATIONS: Final = 3.0  # and if the rise is this many standard deviations of single batches
 STILL: Final = 1e-9  # a gradient norm below this counts as none: weights in fp32 do not move by it
 LOOKS: Final = 2  # looks in a row without a gradient before there is a warning
 SMALL_LOSS: Final = 0.05  # below this loss an agent without a gradient has simply learned its rows
@@ -240,7 +242,8 @@ class Learning:
         Args:
             learning_rates: the learning rates of the agents, in words.
         """
-        before, warning = status.current.warning, self.warning()
+        before = status.current.warning
+        warning = self.warning()
         status.update(warning=warning, first_loss=self.first_loss)
         if warning is not None and before is None:
             rates = f"learning_rate {learning_rates}"
@@ -255,7 +258,7 @@ class Learning:
             return False
         factor = RISE if self.window == RECENT else EARLY_RISE
         rise = statistics.fmean(recent) - self.first_loss
-        return rise > (factor - 1) * self.first_loss and rise > SPREADS * statistics.pstdev(recent)
+        return rise > (factor - 1) * self.first_loss and rise > DEVIATIONS * statistics.pstdev(recent)
 
     def _recent_of(self, agent: int) -> list[float]:
         return [losses[agent] for losses in self._recent if math.isfinite(losses[agent])]
