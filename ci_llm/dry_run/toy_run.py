@@ -74,7 +74,9 @@ def model(context: CheckContext) -> str:
     record_bits(trainer)
     took = f"the digest of a layer takes {duration(time.perf_counter() - start)}"
     agents = f"{trainer.crowd.num_agents} agents of {short(trainer.crowd.storage.weights.shape[1])}"
-    return f"{short(parameters)} parameters, {agents}, rows {trainer.crowd.route}; {took}{_repeated(trainer)}"
+    return (
+        f"{short(parameters)} parameters, {agents}, rows {trainer.crowd.base_model.route}; {took}{_repeated(trainer)}"
+    )
 
 
 def _repeated(trainer: Trainer) -> str:

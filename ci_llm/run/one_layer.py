@@ -237,7 +237,7 @@ def choose(crowd: Crowd, lengths: Sequence[int], train: Train, processes: Proces
             lines.append(f"{part} stays plain: {reason}")
         else:
             taken.append(part)
-    crowd.compute_fast(taken)
+    crowd.base_model.compute_fast(taken)
     return lines
 
 
@@ -245,7 +245,7 @@ def kernels_of(config: Config, crowd: Crowd) -> str:
     """The kernels as a checkpoint records them: plain, fast, or fast without some parts."""
     if config.kernels == PLAIN:
         return PLAIN
-    left = [part for part in PARTS if part not in crowd.fast]
+    left = [part for part in PARTS if part not in crowd.base_model.fast]
     return FAST if not left else f"{FAST} without {', '.join(left)}"
 
 
@@ -274,11 +274,11 @@ def _computed(crowd: Crowd, batch: MicroBatch, train: Train, parts: Sequence[str
 
     def losses_and_gradients(_: nn.Module, trained: list[nn.Parameter]) -> list[Tensor]:
         try:
-            crowd.compute_fast(parts)
+            crowd.base_model.compute_fast(parts)
             sums = train([batch]).sums[: crowd.num_agents]
             return [sums, *(each.grad.clone() for each in trained if each.grad is not None)]
         finally:
-            crowd.compute_fast(())
+            crowd.base_model.compute_fast(())
 
     try:
         return _on_one_layer(crowd, losses_and_gradients)

@@ -156,7 +156,7 @@ class RunCheckpoint:
             "micro_batch": state.recovery.limit(self.config.batch_size),
             "threads": torch.get_num_threads(),
             "pass_per_agent": self.crowd.storage.pass_per_agent,
-            "shared_prompts": self.crowd.shares_prompts,
+            "shared_prompts": self.crowd.base_model.shares_prompts,
             "all_reduce": "one for each agent" if parts > 1 else "one",  # on two processes the bits are the same
             # Kernels with a deterministic form take it only where anything else is an error: attention does not after
             # warn_only (`deterministic: auto`).

@@ -18,11 +18,12 @@ _LOWEST: Final = -9999.0  # JSON has no -inf; OpenAI's number for it
 
 @dataclass
 class Choice:
-    """One answer of a request, as far as it is written."""
+    """One answer of a request, as far as it is written; `offset` is where the text of the next token begins."""
 
     index: int
     jobs: Sequence[Job]
     text: str = ""
+    offset: int = 0
     lines: list[TokenLine] = field(default_factory=list)
     ended: Ended | None = None
     answers: Sequence[str] | None = None
@@ -36,7 +37,9 @@ class Answer:
     """
 
     def __init__(self, call: Call, groups: Sequence[Sequence[Job]], served: Served) -> None:
-        self._call, self._tokenizer, self._names = call, served.prompter.tokenizer, served.names
+        self._call = call
+        self._tokenizer = served.prompter.tokenizer
+        self._names = served.names
         self.choices = [Choice(index, jobs) for index, jobs in enumerate(groups)]
 
     async def whole(self) -> dict[str, Any]:
@@ -80,7 +83,8 @@ class Answer:
 
     async def _events(self) -> AsyncIterator[tuple[Choice, Piece | Ended]]:
         """Yield pieces of all choices as they come, and each end once the agents' own answers have ended too."""
-        open_, ended = [*self.choices], dict[Job, Ended]()
+        open_ = [*self.choices]
+        ended = dict[Job, Ended]()
         while open_:
             job, event = await self._call.out.get()
             if isinstance(event, ApiProblem):
@@ -111,7 +115,7 @@ class Answer:
 
     def _choice(self, choice: Choice, said: Mapping[str, object], lines: Sequence[TokenLine]) -> dict[str, Any]:
         """The fields of a choice; once it has ended, also the reason and the field `ci_llm`."""
-        found = {"index": choice.index, **said, "logprobs": self._logprobs(lines), "finish_reason": None}
+        found = {"index": choice.index, **said, "logprobs": self._logprobs(choice, lines), "finish_reason": None}
         ended = choice.ended
         if ended is None:
             return found
@@ -126,7 +130,7 @@ class Answer:
         kind = chat_kind if call.is_chat else "text_completion"
         return {"id": call.id, "object": kind, "created": call.created, "model": call.body.model}
 
-    def _logprobs(self, lines: Sequence[TokenLine]) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice, lines: Sequence[TokenLine]) -> dict[str, Any] | None:
         if self._call.body.top is None or not lines:
             return None
         if self._call.is_chat:
@@ -136,12 +140,13 @@ class Answer:
             ]
             return {"content": content, "refusal": None}
         texts = [self._decoded(line.id) for line in lines]
+        *offsets, choice.offset = accumulate(map(len, texts), initial=choice.offset)
         tops = [{self._decoded(token): max(log, _LOWEST) for token, log in line.top} for line in lines]
         return {
             "tokens": texts,
             "token_logprobs": [None if line.logprob is None else max(line.logprob, _LOWEST) for line in lines],
             "top_logprobs": [None if line.logprob is None else top for line, top in zip(lines, tops, strict=True)],
-            "text_offset": [0, *accumulate(map(len, texts))][:-1],
+            "text_offset": offsets,
         }
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:

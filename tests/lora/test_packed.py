@@ -134,27 +134,27 @@ def test_a_sharded_or_a_missing_weight_is_not_packed() -> None:
 
 def test_a_crowd_packs_once_and_again_after_its_base_has_changed() -> None:
     crowd = crowd_of(base("llama", torch.float32)).eval()
-    first = crowd.packed(torch.float32, by_onednn=True)
-    assert crowd.packed(torch.float32, by_onednn=True) is first
+    first = crowd.base_model.packed(torch.float32, by_onednn=True)
+    assert crowd.base_model.packed(torch.float32, by_onednn=True) is first
     layer = next(iter(crowd.storage.layers.values()))
     with torch.no_grad():
         layer.base_layer.weight.mul_(2)  # type: ignore[operator, union-attr]
-    again = crowd.packed(torch.float32, by_onednn=True)
+    again = crowd.base_model.packed(torch.float32, by_onednn=True)
     assert again is not first
     assert torch.equal(again.weights[layer].to_dense(), layer.base_layer.weight)  # type: ignore[arg-type, union-attr]
-    assert crowd.packed(torch.float64, by_onednn=True).dtype == torch.float64
+    assert crowd.base_model.packed(torch.float64, by_onednn=True).dtype == torch.float64
 
 
 def test_training_drops_what_was_packed_and_a_copy_packs_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "onednn_is_faster", lambda: True)  # so it packs on every processor
     crowd = crowd_of(base("llama", torch.float32)).eval()
-    crowd.packed(torch.float32, by_onednn=True)
+    crowd.base_model.packed(torch.float32, by_onednn=True)
     other = copy.deepcopy(crowd)
     texts = [written(each) for each in (crowd, other)]
     assert texts[0] == texts[1]
-    assert other.packed(torch.float32, by_onednn=True).weights.keys() == {*other.storage.layers.values()}
+    assert other.base_model.packed(torch.float32, by_onednn=True).weights.keys() == {*other.storage.layers.values()}
     crowd.train()
-    assert crowd._packed is None
+    assert crowd.base_model._packed is None
 
 
 def written(crowd: Crowd) -> list[int]:
