@@ -52,6 +52,7 @@ class LoraModel:
         shares_prompts: true if the common beginning of a unit's rows is computed once; see `share_prompts`.
         decodes: true if our decoder writes the texts, and not Transformers' `generate`; None before the first text.
         padding_invariant: true if pads change no text; None before the first batch that needs pads.
+        packed_weights: the frozen weights for the products of a decoder, kept until the crowd trains; see `packed`.
     """
 
     def __init__(self, model: PreTrainedModel, settings: LoraSettings, base_name: str, pad_id: int) -> None:
@@ -66,7 +67,7 @@ class LoraModel:
         numbers = layer_numbers(model, self.storage.layers).values()
         first = layer_list(model)[1][min(numbers)] if numbers else model
         self._kinds = {type(module) for module in first.modules()}
-        self._packed: Packed | None = None
+        self.packed_weights: Packed | None = None
         self._head_rows = passes.give_head_contiguous_rows(model)
         self._native_attention = model.config._attn_implementation
         self.attention: Way = "rows"
@@ -183,15 +184,12 @@ class LoraModel:
             self.shares_prompts = shares
 
     def packed(self, dtype: torch.dtype, *, by_onednn: bool) -> Packed:
-        """The frozen weights for the products of a decoder, kept until the crowd trains."""
+        """The frozen weights for the products of a decoder."""
         layers, head = self.storage.layers.values(), self.head
-        if self._packed is None or not self._packed.is_of(layers, head, dtype):
-            self._packed = None  # its memory is free before the next one takes its own
-            self._packed = Packed.of(layers, head, dtype, by_onednn=by_onednn)
-        return self._packed
-
-    def drop_packed(self) -> None:
-        self._packed = None
+        if self.packed_weights is None or not self.packed_weights.is_of(layers, head, dtype):
+            self.packed_weights = None  # its memory is free before the next one takes its own
+            self.packed_weights = Packed.of(layers, head, dtype, by_onednn=by_onednn)
+        return self.packed_weights
 
     # Trials at the start
 

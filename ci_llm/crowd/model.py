@@ -253,7 +253,7 @@ class CrowdModel(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """As `nn.Module.train`. Packed weights, which training does not use, are dropped."""
         if mode:
-            self.base_model.drop_packed()
+            self.base_model.packed_weights = None
         return super().train(mode)
 
     @contextmanager

@@ -154,7 +154,7 @@ def test_training_drops_what_was_packed_and_a_copy_packs_for_itself(monkeypatch:
     assert texts[0] == texts[1]
     assert other.base_model.packed(torch.float32, by_onednn=True).weights.keys() == {*other.storage.layers.values()}
     crowd.train()
-    assert crowd.base_model._packed is None
+    assert crowd.base_model.packed_weights is None
 
 
 def written(crowd: Crowd) -> list[int]:
