@@ -28,6 +28,7 @@ from ci_llm.crowd.metrics import AnswerStyle, final_answer
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import (
     CROWD,
+    Author,
     Decoding,
     Generated,
     Request,
@@ -51,17 +52,20 @@ class Wanted:
     """The texts that are wanted after each prompt.
 
     Attributes:
-        decoding: the options of the crowd's text.
+        decoding: the options of the text.
+        author: the author of the text; the others are beside those of the crowd.
         include_agents: also continue every prompt by each agent alone, greedily.
-        uncertainty: also compute how sure the crowd is of every token; see `Request`.
-        streams: also decode the crowd's text while it is written; see `Request.detokenizer`.
+        uncertainty, top: what else is computed for every token of the text; see `Request`.
+        streams: decode the text while it is written; see `Request.detokenizer`.
         stop: called after every token; True ends all texts there.
         answers_of: the final answers in texts, for a crowd that votes; None where nothing is known of the task.
     """
 
     decoding: Decoding
+    author: Author = CROWD
     include_agents: bool = False
     uncertainty: bool = False
+    top: int = 0
     streams: bool = False
     stop: Callable[[], bool] = lambda: False
     answers_of: Reading | None = None
@@ -162,15 +166,22 @@ def base_errors(crowd: CrowdModel) -> Iterator[None]:
 
 
 def requests_of(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted) -> list[Request]:
-    """The requests of one prompt: the crowd's text unless it votes, and then those of the agents, which are greedy."""
+    """The requests of one prompt: the text unless the crowd votes, and then those of the agents, which are greedy."""
     decoding = wanted.decoding
-    votes = find_vote(decoding.aggregator) is not None
+    votes = wanted.author is CROWD and find_vote(decoding.aggregator) is not None
     greedy = replace(decoding, do_sample=False)
     requests = []
     if not votes:
-        text = detokenizer(crowd, decoding, streams=wanted.streams)
-        key = generate_key(number)
-        requests.append(Request(prompt, decoding, key=key, uncertainty=wanted.uncertainty, detokenizer=text))
+        text = Request(
+            prompt,
+            decoding,
+            wanted.author,
+            key=generate_key(number),
+            uncertainty=wanted.uncertainty,
+            top=wanted.top,
+            detokenizer=detokenizer(crowd, decoding, streams=wanted.streams),
+        )
+        requests.append(text)
     agents = range(crowd.num_agents) if votes or wanted.include_agents else ()
     return requests + [Request(prompt, greedy, k, detokenizer=detokenizer(crowd, greedy)) for k in agents]
 

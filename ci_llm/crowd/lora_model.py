@@ -95,14 +95,6 @@ class LoraModel:
         own = name_of(self.attention) if route == "packed" else self._native_attention
         self.model.config._attn_implementation = own
 
-    @property
-    def head(self) -> passes.Head:
-        return passes.Head.of(self.model)
-
-    @property
-    def device(self) -> torch.device:
-        return self.storage.weights.device
-
     # Passes
 
     def states(self, rows: MicroBatch, *, fast_attention: bool | None = None) -> list[Tensor]:
@@ -159,7 +151,7 @@ class LoraModel:
     def choose_attention(self) -> str:
         """Take the fastest way of attention that is right on this GPU; returns a line about it."""
         config, like = self.model.config.get_text_config(), self.model.get_input_embeddings().weight
-        self.attention, said = choose_way(config, self.device, compute_dtype(like))
+        self.attention, said = choose_way(config, like.device, compute_dtype(like))
         self.route = self._route
         return said
 
@@ -185,7 +177,7 @@ class LoraModel:
 
     def packed(self, dtype: torch.dtype, *, by_onednn: bool) -> Packed:
         """The frozen weights for the products of a decoder."""
-        layers, head = self.storage.layers.values(), self.head
+        layers, head = self.storage.layers.values(), passes.Head.of(self.model)
         if self.packed_weights is None or not self.packed_weights.is_of(layers, head, dtype):
             self.packed_weights = None  # its memory is free before the next one takes its own
             self.packed_weights = Packed.of(layers, head, dtype, by_onednn=by_onednn)
@@ -204,14 +196,14 @@ class LoraModel:
             ModelError: the base cannot run with agents, is not causal, or neither route reproduces its logits.
         """
         with _random_agents(self):
-            batch = _probe(self.model, self.device)
+            batch = _probe(self.model, self.storage.weights.device)
             wanted = _reference(self, batch)
             _refuse_non_causal(self, batch)
             reason = None
             routes: tuple[Route, ...] = ("packed", "padded")
             for self.route in routes:
                 try:
-                    found = self.head.logits(self.states_of_all(batch))
+                    found = passes.Head.of(self.model).logits(self.states_of_all(batch))
                 except Exception as error:  # noqa: BLE001 - families raise errors of every kind for packed rows
                     reason = passes.describe_error(error)
                     continue
@@ -231,10 +223,10 @@ class LoraModel:
         """
         if self.route != "packed":
             return "rows are padded"
-        ids = _probe(self.model, self.device).input_ids.cpu().numpy()
+        ids = _probe(self.model, self.storage.weights.device).input_ids.cpu().numpy()
         at = len(ids) // 2  # the longest row of the probe is longer than a short window
         rows = [Example(np.concatenate([ids[:at], own]), np.arange(at + len(own)) > 0) for own in (ids[:4], ids[-9:])]
-        batch = pack([unit_of(rows), unit_of(rows[:1])], range(2)).to(self.device)
+        batch = pack([unit_of(rows), unit_of(rows[:1])], range(2)).to(self.storage.weights.device)
         with _random_agents(self):
             wanted = self.states_of_all(batch)
             self.shares_prompts = True

@@ -140,7 +140,7 @@ class CrowdModel(nn.Module):
 
     @property
     def head(self) -> passes.Head:
-        return self.base_model.head
+        return passes.Head.of(self.model)
 
     @property
     def device(self) -> torch.device:

@@ -21,26 +21,25 @@ class Choice:
     """One answer of a request, as far as it is written; `offset` is where the text of the next token begins."""
 
     index: int
-    jobs: Sequence[Job]
+    job: Job
     text: str = ""
     offset: int = 0
     lines: list[TokenLine] = field(default_factory=list)
     ended: Ended | None = None
-    answers: Sequence[str] | None = None
 
 
 class Answer:
     """The answer to one call.
 
     Args:
-        groups: for each choice the job that writes it, and then the job of the agents' own answers if there is one.
+        jobs: those that write the choices.
     """
 
-    def __init__(self, call: Call, groups: Sequence[Sequence[Job]], served: Served) -> None:
+    def __init__(self, call: Call, jobs: Sequence[Job], served: Served) -> None:
         self._call = call
         self._tokenizer = served.prompter.tokenizer
         self._names = served.names
-        self.choices = [Choice(index, jobs) for index, jobs in enumerate(groups)]
+        self.choices = [Choice(index, job) for index, job in enumerate(jobs)]
 
     async def whole(self) -> dict[str, Any]:
         """Wait for the whole answer and return it.
@@ -82,24 +81,20 @@ class Answer:
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     async def _events(self) -> AsyncIterator[tuple[Choice, Piece | Ended]]:
-        """Yield pieces of all choices as they come, and each end once the agents' own answers have ended too."""
-        open_ = [*self.choices]
-        ended = dict[Job, Ended]()
-        while open_:
+        """Yield pieces of all choices as they come, and their ends."""
+        writing = {choice.job: choice for choice in self.choices}
+        while writing:
             job, event = await self._call.out.get()
             if isinstance(event, ApiProblem):
                 raise event
+            choice = writing[job]
             if isinstance(event, Piece):
-                choice = next(choice for choice in open_ if choice.jobs[0] is job)
                 choice.text += event.text
                 choice.lines += event.tokens
-                yield choice, event
-                continue
-            ended[job] = event
-            for choice in [each for each in open_ if ended.keys() >= {*each.jobs}]:
-                open_.remove(choice)
-                choice.ended, choice.answers = ended[choice.jobs[0]], ended[choice.jobs[-1]].answers
-                yield choice, choice.ended
+            else:
+                choice.ended = event
+                del writing[job]
+            yield choice, event
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         if self._call.is_chat:
@@ -120,9 +115,9 @@ class Answer:
         if ended is None:
             return found
         own = dict(ended.own)
-        if choice.answers is not None:
-            own["agreement"] = None if own["abstained"] else agreement(choice.text, choice.answers)
-            own["answers"] = dict(zip(self._names, choice.answers, strict=True))
+        if ended.answers is not None:
+            own["agreement"] = None if own["abstained"] else agreement(choice.text, ended.answers)
+            own["answers"] = dict(zip(self._names, ended.answers, strict=True))
         return found | {"finish_reason": ended.reason, "ci_llm": own}
 
     def _head(self, chat_kind: str) -> dict[str, Any]:

@@ -188,9 +188,8 @@ class Service:
         asked = prompts_of(body, served)
         prompts = [await loop.run_in_executor(self._reader, ids_of, prompt, served) for prompt in asked]
         call = call_of(body, prompts, served)
-        groups = jobs_of(call)
-        jobs = [*dict.fromkeys(job for group in groups for job in group)]
-        answer = Answer(call, groups, served)
+        jobs = jobs_of(call)
+        answer = Answer(call, jobs, served)
         self._writer.submit(jobs)
         request.state.answer = answer
         request.state.word = call.body.model

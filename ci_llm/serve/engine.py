@@ -1,4 +1,4 @@
-"""The thread that owns the crowd, and the jobs that it does: each asks the decoder for a text and shows pieces of it.
+"""The thread that owns the crowd, and the jobs that it does: each asks the decoder for texts and shows an answer.
 
 Texts wait in a bounded queue, and every step takes all open texts one token further. Jobs run on the thread of the
 engine, and send their events by `Job.tell`. `Metrics` counts what they do, for Prometheus.
@@ -26,7 +26,7 @@ from ci_llm.crowd import generation
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.decoder import Decoder
 from ci_llm.crowd.model import CrowdModel
-from ci_llm.crowd.next_token import BASE_ALONE, CROWD, Request, generate_key
+from ci_llm.crowd.next_token import BASE_ALONE, CROWD, Request
 from ci_llm.crowd.uncertainty import Logistic, TokenUncertainty, calibrated, of_text, signals
 from ci_llm.data.batches import pack
 from ci_llm.serve.request import ApiProblem, Call
@@ -74,15 +74,17 @@ Event = Piece | Ended | ApiProblem
 
 @dataclass(eq=False)
 class Job:
-    """The base class of jobs.
+    """One answer of a call: a text that is chosen token by token, or the one that wins a vote.
 
     Attributes:
-        call: the request.
+        call: the request of the client.
         prompt: the token ids of the prompt.
-        number: the number of the text in its request, which keys the generator of a sample.
+        number: the number of the answer in its call, which keys the generator of a sample.
         outbox: the list of events that the engine sends once per step.
         cancelled: true if the client has gone.
-        open: the requests to the decoder that have not ended.
+        requests: the requests to the decoder: for the answer unless agents vote, and for the agents' own answers.
+        open: those that have not ended.
+        lines: the tokens of the answer that were not sent yet.
         arrived, admitted, first, last: the times of arrival, of leaving the queue, and of the first and the last token,
             by `time.monotonic`.
     """
@@ -92,67 +94,51 @@ class Job:
     number: int
     outbox: list[tuple[Job, Event]] = field(default_factory=list)
     cancelled: bool = False
+    requests: list[Request] = field(default_factory=list)
     open: set[Request] = field(default_factory=set)
+    lines: list[TokenLine] = field(default_factory=list)
     arrived: float = field(default_factory=time.monotonic)
     admitted: float = 0.0
     first: float = 0.0
     last: float = 0.0
-
-    #: True if it writes an answer of its own.
-    writes: bool = True
-
-    def tell(self, event: Event) -> None:
-        self.outbox.append((self, event))
-
-    def asked(self, crowd: CrowdModel) -> list[Request]:
-        """The requests to the decoder; empty if the job has ended."""
-        raise NotImplementedError
-
-    def take(self, request: Request) -> None:
-        """Process the next token of a request of this job; an exception means that the job fails."""
-
-    def close(self, crowd: CrowdModel) -> Ended:
-        """Send the text after all requests have ended, and return its end."""
-        raise NotImplementedError
-
-
-@dataclass(eq=False)
-class TextJob(Job):
-    """A text that is chosen token by token, by the crowd or by one agent.
-
-    Attributes:
-        lines: the tokens that were not sent yet.
-        request: the request to the decoder.
-    """
-
-    lines: list[TokenLine] = field(default_factory=list)
-    request: Request = field(init=False)
 
     @property
     def streams(self) -> bool:
         """True if the text is shown while it is written."""
         return self.call.body.stream and not self.call.decides_at_the_end
 
-    def asked(self, crowd: CrowdModel) -> list[Request]:
+    def tell(self, event: Event) -> None:
+        self.outbox.append((self, event))
+
+    def begin(self, crowd: CrowdModel) -> list[Request]:
+        """The requests to the decoder; none if only the prompt is echoed."""
         call = self.call
         if call.body.echo:
             lines = [] if call.body.top is None else prompt_lines(crowd, call, self.prompt)
             self.tell(Piece(str(crowd.prompter.tokenizer.decode(list(self.prompt))), lines))
-        if call.only_echo:
-            return []
-        self.request = Request(
-            self.prompt,
-            call.decoding,
-            call.author,
-            key=generate_key(self.number),
-            uncertainty=call.own.include_agents or right_by(crowd, call) is not None,
-            top=call.body.top or 0,
-            tag=self,
-            detokenizer=generation.detokenizer(crowd, call.decoding, streams=self.streams),
-        )
-        return [self.request]
+        if not call.only_echo:
+            wanted = generation.Wanted(
+                call.decoding,
+                author=call.author,
+                include_agents=call.own.include_agents,
+                uncertainty=call.own.include_agents or right_by(crowd, call) is not None,
+                top=call.body.top or 0,
+                streams=self.streams,
+            )
+            self.requests = generation.requests_of(crowd, self.number, self.prompt, wanted)
+        for request in self.requests:
+            request.tag = self
+        self.open = {*self.requests}
+        return self.requests
 
     def take(self, request: Request) -> None:
+        """Process the next token of a request. The text of an agent alone ends where its numbers are not finite.
+
+        Raises:
+            Exception: the answer cannot be written.
+        """
+        if self.call.votes or request is not self.requests[0]:
+            return
         if request.error is not None:
             raise request.error
         chosen = request.chosen[-1]
@@ -163,69 +149,37 @@ class TextJob(Job):
                 self._show(text)
 
     def close(self, crowd: CrowdModel) -> Ended:
-        request = self.request
-        confidence = math.exp(sum(each.log_probability for each in request.chosen))
-        agents = len(crowd.names) if self.call.author is CROWD else int(self.call.author != BASE_ALONE)
-        judge, minimum = right_by(crowd, self.call), self.call.own.minimum_confidence
-        said = about(confidence, agents, judge, minimum, request.uncertainties)
-        if request.detokenizer is not None:
-            text = request.detokenizer.next_text()
+        """Send the rest of the answer after all requests have ended, and return its end."""
+        call, how = self.call, self.call.decoding
+        agents = self.requests if call.votes else self.requests[1:]
+        answers = [generation.text_of(crowd, request.tokens, how) for request in agents]
+        if call.votes:
+            winner, sure = generation.elect(crowd, self.prompt, [request.tokens for request in agents], how)
+            at = next(n for n, request in enumerate(agents) if request.tokens is winner)
+            own, text = agents[at], answers[at]
+            logs = [math.log(max(one.probability, _LEAST)) for one in sure]
+            self.lines = [TokenLine(token, log) for token, log in zip(winner, logs, strict=True)]
         else:
-            text = generation.text_of(crowd, request.ids, request.decoding)
+            own = self.requests[0]
+            sure = own.uncertainties
+            logs = [each.log_probability for each in own.chosen]
+            text = own.detokenizer.next_text() if own.detokenizer else generation.text_of(crowd, own.ids, how)
+        count = len(crowd.names) if call.author is CROWD else int(call.author != BASE_ALONE)
+        said = about(math.exp(sum(logs)), count, right_by(crowd, call), call.own.minimum_confidence, sure)
         if not said["abstained"] and (text or self.lines):
             self._show(text)
-        return Ended("length" if request.finish == "length" else "stop", len(request.chosen), said)
+        reason = "length" if own.finish in ("length", "error") else "stop"
+        return Ended(reason, len(logs), said, answers if call.own.include_agents else None)
 
     def _show(self, text: str) -> None:
         self.tell(Piece(text, tuple(self.lines)))
         self.lines.clear()
 
 
-@dataclass(eq=False)
-class AgentsJob(Job):
-    """The answers of every agent alone, for a vote, or to return beside the crowd's answer.
-
-    Attributes:
-        texts: the requests to the agents, agent by agent.
-    """
-
-    texts: list[Request] = field(default_factory=list)
-
-    def asked(self, crowd: CrowdModel) -> list[Request]:
-        wanted = generation.Wanted(self.call.decoding, include_agents=True)
-        requests = generation.requests_of(crowd, self.number, self.prompt, wanted)
-        self.texts = requests if self.call.votes else requests[1:]  # the crowd's own is another job's
-        for request in self.texts:
-            request.tag = self
-        return self.texts
-
-    def close(self, crowd: CrowdModel) -> Ended:
-        call, how = self.call, self.call.decoding
-        texts = [request.tokens for request in self.texts]
-        answers = [generation.text_of(crowd, ids, how) for ids in texts]
-        if not call.votes:
-            return Ended("stop", sum(map(len, texts)), answers=answers)
-        winner, sure = generation.elect(crowd, self.prompt, texts, how)
-        logs = [math.log(max(one.probability, _LEAST)) for one in sure]
-        said = about(math.exp(sum(logs)), len(crowd.names), right_by(crowd, call), call.own.minimum_confidence, sure)
-        at = next(n for n, text in enumerate(texts) if text is winner)
-        if not said["abstained"]:
-            lines = [TokenLine(token, log) for token, log in zip(winner, logs, strict=True)]
-            self.tell(Piece(answers[at], lines))
-        reason = "length" if self.texts[at].finish in ("length", "error") else "stop"
-        return Ended(reason, len(sure), said, answers if call.own.include_agents else None)
-
-
-def jobs_of(call: Call) -> list[list[Job]]:
-    """For each answer of a request the job that writes it, and then the job of the agents' own answers if wanted."""
-    found: list[list[Job]] = []
-    beside = call.own.include_agents and call.author is CROWD and not call.votes and not call.only_echo
-    kind = AgentsJob if call.votes else TextJob
-    each = call.body.n
-    for at, prompt in enumerate(call.prompts):
-        agents: list[Job] = [AgentsJob(call, prompt, 0, writes=False)] if beside else []
-        found += [[kind(call, prompt, number), *agents] for number in range(at * each, (at + 1) * each)]
-    return found
+def jobs_of(call: Call) -> list[Job]:
+    """The jobs of all answers to a call, prompt by prompt."""
+    prompts = [prompt for prompt in call.prompts for _ in range(call.body.n)]
+    return [Job(call, prompt, number) for number, prompt in enumerate(prompts)]
 
 
 @torch.no_grad()
@@ -449,12 +403,11 @@ class Engine(threading.Thread):
                 self._open[job] = None
             job.admitted = time.monotonic()
             try:
-                requests = job.asked(self._crowd)
+                requests = job.begin(self._crowd)
             except Exception as error:
                 logger.exception("a text could not be begun")
                 self._fail([job], _failure(error))
                 continue
-            job.open.update(requests)
             self._pending.extend(requests)
             if not requests:  # only its prompt was read
                 self._end(job, Ended("length", 0))
@@ -500,10 +453,9 @@ class Engine(threading.Thread):
         job.tell(end)
         now = time.monotonic()
         self._seconds += _FORGETS * (now - job.arrived - self._seconds)
-        if job.writes:
-            model = job.call.body.model
-            self._metrics.ended(model, end.reason, prompt=len(job.prompt), new=end.tokens)
-            self._metrics.timed(model, job.arrived, job.admitted, job.first or now, job.last or now, end.tokens)
+        model = job.call.body.model
+        self._metrics.ended(model, end.reason, prompt=len(job.prompt), new=end.tokens)
+        self._metrics.timed(model, job.arrived, job.admitted, job.first or now, job.last or now, end.tokens)
 
     def _fail(self, jobs: Iterable[Job], problem: ApiProblem) -> None:
         for job in [*jobs]:
