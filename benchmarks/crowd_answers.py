@@ -153,7 +153,7 @@ def untrained(
     """A base without agents, on all rows that a configuration evaluates on."""
     base = load_base(model_name, model_dtype)
     crowd = Crowd(base.model, LoraSettings(num_agents=1, rank=1, alpha=1), base.name, base.pad_id)
-    crowd.choose_route()
+    crowd.base_model.choose_route()
     return scored(crowd.eval(), batches(rows, base.tokenizer, at_a_time))[0]  # what has learned nothing is the base
 
 
@@ -170,7 +170,7 @@ def _measured(
     try:
         for k, tensors in enumerate(agents):
             crowd.agents[k].load_state_dict(tensors, f"agent{k}")
-        crowd.choose_route()
+        crowd.base_model.choose_route()
         return scored(crowd.eval(), batches(rows, saved.prompter.tokenizer, at_a_time), crowds)
     finally:
         crowd.detach()

@@ -149,7 +149,7 @@ def compare(folder: str) -> str:
     base = load_base(folder)
     untouched = load_base(folder).model
     crowd = Crowd(base.model, LoraSettings(num_agents=K, rank=4, alpha=8), folder)
-    reason = crowd.choose_route()
+    reason = crowd.base_model.choose_route()
     generator = torch.Generator().manual_seed(7)
     crowd.storage.weights.copy_(torch.randn(crowd.storage.weights.shape, generator=generator) * 0.1)
     crowd.eval()  # dropout is off; gradients are still computed

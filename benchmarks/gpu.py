@@ -151,10 +151,12 @@ class Bench:
     def ours(self, base: PreTrainedModel, agents: int, *, pass_per_agent: bool) -> Figures:
         """A step of this package."""
         run = Ours(base, agents=agents)
-        run.crowd.choose_attention()
+        run.crowd.base_model.choose_attention()
         run.crowd.storage.pass_per_agent = pass_per_agent
         dense = not hasattr(base.config, "quantization_config")  # else a weight does not tell its shape
-        return self.measured(run.move, agents, run.crowd if dense else None) | {"what": f"by {run.crowd.attention}"}
+        return self.measured(run.move, agents, run.crowd if dense else None) | {
+            "what": f"by {run.crowd.base_model.attention}"
+        }
 
     def by_peft(self, base: PreTrainedModel, agents: int) -> Figures:
         """A step of one adapter by PEFT and Transformers, as often as there are agents."""

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ci_llm.cli.asking import note_if_offline
+from ci_llm.cli.answering import note_if_offline
 from ci_llm.cli.command import add_json, parser_of, print_result
 from ci_llm.core.quantities import count
 from ci_llm.errors import BadInput, DamagedCheckpoint

@@ -35,7 +35,7 @@ def evaluate_run(words: Sequence[str]) -> int:
         SystemExit: with 0, after `--help`.
     """
     call = _parser().parse_args(words)
-    from ci_llm.cli.asking import find_run, note_if_offline
+    from ci_llm.cli.answering import find_run, note_if_offline
 
     if is_url(call.run):
         call.output = call.output or Path("predictions.jsonl")  # not beside the local copy

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ci_llm.cli.asking import find_run
+from ci_llm.cli.answering import find_run
 from ci_llm.cli.command import add_json, agent_number, parser_of, print_result, whole_checkpoint
 from ci_llm.core.help import at_least
 from ci_llm.core.imports import importing

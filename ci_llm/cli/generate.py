@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from ci_llm.cli import asking
+from ci_llm.cli import answering
 from ci_llm.cli.command import parser_of, print_error
 from ci_llm.core.help import at_least, probability
 from ci_llm.core.imports import importing
 from ci_llm.errors import BadInput, ConfigError, DataError
 
 if TYPE_CHECKING:
-    from ci_llm.crowd.asking import Answer, Stream
+    from ci_llm.crowd.answering import Answer, Stream
     from ci_llm.crowd.crowd import Crowd
     from ci_llm.crowd.judging import TextScore
 
@@ -39,7 +39,7 @@ def generate(words: Sequence[str]) -> int:
         SystemExit: with 0, after `--help`.
     """
     parser = parser_of("generate", _GENERATE_COMMON)
-    asking.add_options(parser)
+    answering.add_options(parser)
     option = parser.add_argument
     option("prompts", nargs="*", default=[], metavar="PROMPT", help="a prompt; - alone reads them from standard input")
     option("--file", metavar="F", help="one prompt per line, or rows with the columns of training")
@@ -47,13 +47,13 @@ def generate(words: Sequence[str]) -> int:
     option("--agents", action="store_true", help="also show what each agent answers alone")
     option("--json", action="store_true", help="one JSON object per prompt, a line each")
     call = parser.parse_args(words)
-    call.run = asking.find_run(call.run, call.base_model)
-    prompts = asking.texts_of(call, call.prompts, "prompt")
+    call.run = answering.find_run(call.run, call.base_model)
+    prompts = answering.texts_of(call, call.prompts, "prompt")
     with importing():
-        from ci_llm.crowd.asking import answers, options_of
+        from ci_llm.crowd.answering import answers, options_of
     is_shown = call.json or call.agents or sys.stdout.isatty()
-    crowd, names = asking.open_run(call.run, call.base_model)
-    options = options_of(crowd, **asking.choices_of(call))
+    crowd, names = answering.open_run(call.run, call.base_model)
+    options = options_of(crowd, **answering.choices_of(call))
     found = answers(crowd, prompts, options, call.batch_size, include_agents=is_shown)
     for number, answer in enumerate(found):
         if call.json:
@@ -62,9 +62,9 @@ def generate(words: Sequence[str]) -> int:
             print("" if answer.abstained else answer.answer, flush=True)
         else:
             if len(prompts) > 1:
-                print("\n" * (number > 0) + f"> {asking.shortened(answer.prompt, asking.width() - 2)}")
-            print(asking.beside(answer, names) if answer.agents and call.agents else asking.given(answer))
-            print(asking.how_sure(answer), flush=True)
+                print("\n" * (number > 0) + f"> {answering.shortened(answer.prompt, answering.width() - 2)}")
+            print(answering.beside(answer, names) if answer.agents and call.agents else answering.given(answer))
+            print(answering.how_sure(answer), flush=True)
     return 0
 
 
@@ -94,13 +94,13 @@ def score(words: Sequence[str]) -> int:
     option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
     option("--json", action="store_true", help="one JSON object per text, a line each")
     call = parser.parse_args(words)
-    call.run = asking.find_run(call.run, call.base_model, takes_base=False)
+    call.run = answering.find_run(call.run, call.base_model, takes_base=False)
     from ci_llm.data.prompts import texts_of_rows
 
-    texts, answers = asking.texts_of(call, call.texts, "text", texts_of_rows), None
+    texts, answers = answering.texts_of(call, call.texts, "text", texts_of_rows), None
     if isinstance(texts[0], tuple):
         texts, answers = map(list, zip(*texts, strict=True))
-    crowd, _ = asking.open_run(call.run, call.base_model)
+    crowd, _ = answering.open_run(call.run, call.base_model)
     how: dict[str, Any] = {"abstain_below": call.abstain_below, "batch_size": call.batch_size}
     for text, answer, found in zip(texts, answers or texts, crowd.score(texts, answers, **how), strict=True):
         if call.json:
@@ -108,7 +108,7 @@ def score(words: Sequence[str]) -> int:
             of_classes = () if found.label is not None else ("label", "probabilities", "abstained")
             print(json.dumps(named | {k: v for k, v in asdict(found).items() if k not in of_classes}), flush=True)
         else:
-            print(f"{_shown(found)}  {asking.shortened(answer, 60)}", flush=True)
+            print(f"{_shown(found)}  {answering.shortened(answer, 60)}", flush=True)
     return 0
 
 
@@ -137,20 +137,20 @@ def chat(words: Sequence[str]) -> int:
         SystemExit: with 0, after `--help`.
     """
     parser = parser_of("chat", _CHAT_COMMON)
-    asking.add_options(parser)
+    answering.add_options(parser)
     parser.add_argument("--system", metavar="TEXT", help="a message before the first turn: how to answer")
     call = parser.parse_args(words)
-    call.run = asking.find_run(call.run, call.base_model)
-    crowd, names = asking.open_run(call.run, call.base_model)
+    call.run = answering.find_run(call.run, call.base_model)
+    crowd, names = answering.open_run(call.run, call.base_model)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    choices = asking.choices_of(call)
+    choices = answering.choices_of(call)
     conversation = Conversation(crowd, choices, call.system, names=names, shows_sureness=at_terminal)
     who = f"{len(names)} agents answer together" if len(names) > 1 else "One agent answers"
     who = who if names else "The base answers alone"
-    asking.note(f"{who}.\n{conversation.kind}")
+    answering.note(f"{who}.\n{conversation.kind}")
     if at_terminal:
-        asking.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves.")
-    lines = map(str.strip, _typed_lines() if at_terminal else asking.lines_of(sys.stdin))
+        answering.note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves.")
+    lines = map(str.strip, _typed_lines() if at_terminal else answering.lines_of(sys.stdin))
     for line in itertools.takewhile(lambda line: line != _QUIT, lines):
         _take(conversation, line, at_terminal=at_terminal)
     return 0
@@ -210,11 +210,14 @@ class Conversation:
         names: Sequence[str] = (),
         shows_sureness: bool = True,
     ) -> None:
-        from ci_llm.crowd.asking import require_writers
+        from ci_llm.crowd.answering import require_writers
 
         require_writers(crowd)
-        self._crowd, self._choices, self._shows_sureness = crowd, choices, shows_sureness
-        self._prompter, self._names = crowd.prompter, names or crowd.names
+        self._crowd = crowd
+        self._choices = choices
+        self._shows_sureness = shows_sureness
+        self._prompter = crowd.prompter
+        self._names = names or crowd.names
         if system is not None and self._prompter.form == "text":
             what = "the crowd was trained on plain text, which has no place for a system message"
             raise ConfigError(what, where="--system", hint="leave it out")
@@ -249,8 +252,8 @@ class Conversation:
         print(flush=True)
         if self._shows_sureness:
             if stream.result.abstained:
-                print(asking.given(stream.result))
-            print(asking.how_sure(stream.result))
+                print(answering.given(stream.result))
+            print(answering.how_sure(stream.result))
 
     def _remember(self, message: str, answer: str) -> None:
         if answer and self._prompter.tells_turns_apart:
@@ -286,15 +289,16 @@ class Conversation:
             raise BadInput(error.what, where=f"a conversation of {len(prompt)} messages", hint=hint) from error
 
     def _show_agents(self) -> None:
-        from ci_llm.crowd.asking import answers, options_of
+        from ci_llm.crowd.answering import answers, options_of
 
         if self._asked is None:
             raise ConfigError("nothing was asked yet", hint="ask something first")
         prompt, choices = self._asked
         answer = next(answers(self._crowd, [prompt], options_of(self._crowd, **choices)))
-        print(asking.beside(answer, self._names))
-        print(asking.how_sure(answer))
+        print(answering.beside(answer, self._names))
+        print(answering.how_sure(answer))
 
     def _reset(self) -> None:
-        self._turns, self._asked = [], None
+        self._turns = []
+        self._asked = None
         print("[the conversation is forgotten]")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ci_llm.cli import asking
+from ci_llm.cli import answering
 from ci_llm.cli.command import parser_of
 from ci_llm.core.help import at_least, probability
 from ci_llm.core.imports import importing
@@ -30,10 +30,10 @@ def serve(words: Sequence[str]) -> int:
     """
     options = _options(words)
     _require_libraries()
-    run = asking.find_run(options.run, options.base_model, takes_base=options.engine is None)
+    run = answering.find_run(options.run, options.base_model, takes_base=options.engine is None)
     options = replace(options, run=run)
     if options.host not in LOCAL and not options.key:
-        asking.note(
+        answering.note(
             f"warning: everybody who reaches {options.host}:{options.port} may ask: {_KEY}, or --api-key-file FILE"
         )
     with importing():
@@ -43,7 +43,7 @@ def serve(words: Sequence[str]) -> int:
 
         service = of_engine(options)
     else:
-        crowd, _ = asking.open_run(options.run, options.base_model)
+        crowd, _ = answering.open_run(options.run, options.base_model)
         service = of_run(crowd, options)
     told = f"answering what is under way, for at most {options.drain_s} s"
     with Interrupts(("SIGTERM", "SIGINT"), (), describe_stop=lambda: told):
@@ -70,7 +70,8 @@ def _options(words: Sequence[str]) -> Options:
     option("--drain-seconds", dest="drain_s", type=at_least(0), metavar="S", help=about)
     option("--engine", metavar="URL", help=f"of a vLLM that holds the agents; its key is in {_ENGINE_KEY}")
     option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
-    given, environ = vars(parser.parse_args(words)), os.environ
+    given = vars(parser.parse_args(words))
+    environ = os.environ
     file = given.pop("api_key_file")
     found = Options(**given)
     key = found.key or (_key_in(file) if file else environ.get(_KEY)) or None

@@ -95,7 +95,8 @@ class Adapter:
 
 def settings_of(base: PreTrainedModel, agents: Sequence[Adapter]) -> LoraSettings:
     """The settings of a crowd of these agents, which have one shape."""
-    targets, first = peft_targets(base, agents[0].modules), agents[0]
+    targets = peft_targets(base, agents[0].modules)
+    first = agents[0]
     return LoraSettings(
         num_agents=len(agents),
         rank=first.rank,

@@ -17,8 +17,8 @@ from ci_llm.agents.as_peft import adapter_config, peft_model
 from ci_llm.base.load import fingerprint_of
 from ci_llm.base.quantized import stored_quantization
 from ci_llm.config.own_keys import SHAPE_KEYS
-from ci_llm.crowd import asking, generation, route, scoring
-from ci_llm.crowd.asking import Answer, Choices, Prompts, Stream, options_of
+from ci_llm.crowd import answering, generation, scoring
+from ci_llm.crowd.answering import Answer, Choices, Prompts, Stream, options_of
 from ci_llm.crowd.given_path import META
 from ci_llm.crowd.judging import TextScore, score_texts
 from ci_llm.crowd.model import CrowdModel
@@ -82,16 +82,17 @@ class Crowd(CrowdModel):
     def of(cls, saved: Pretrained) -> Crowd:
         """A crowd from the parts of a saved one, ready to `generate`."""
         crowd = cls(saved.base.model, saved.settings, saved.base.name, saved.base.pad_id)
-        crowd.prompter, crowd.common_start, crowd.names = saved.prompter, saved.common_start, saved.names
+        crowd.prompter = saved.prompter
+        crowd.common_start = saved.common_start
+        crowd.names = saved.names
         crowd.calibration = saved.calibration
         heads = saved.meta.get("head", {})
-        crowd.classes, crowd.reads_pairs = class_names(heads), heads.get("reads") == "pairs"
+        crowd.classes = class_names(heads)
+        crowd.reads_pairs = heads.get("reads") == "pairs"
         for agent, adapter in zip(crowd.agents, saved.agents, strict=False):  # a base alone has none
             agent.load_state_dict(adapter.tensors, saved.source)
         return crowd.eval()
 
-    choose_route = route.choose_route
-    share_prompts = route.share_prompts
     generate_ids = generation.generate_ids
 
     def save_pretrained(self, folder: Path | str) -> None:
@@ -113,7 +114,8 @@ class Crowd(CrowdModel):
         Args:
             fingerprint: the fingerprint of the base, see `fingerprint_of`.
         """
-        sizes, stored = self.storage.sizes, stored_quantization(self.model.config)
+        sizes = self.storage.sizes
+        stored = stored_quantization(self.model.config)
         return {
             "num_agents": self.num_agents,
             "base_model_name_or_path": self.base_name,
@@ -158,7 +160,7 @@ class Crowd(CrowdModel):
             hint = "open the adapter's folder with PeftModel.from_pretrained, on a base that Transformers has quantised"
             raise ModelError("the layers of a quantised base cannot be shared with PEFT", where="Crowd", hint=hint)
         k = agent % len(self.names)
-        with self.plain(), self.active_agent(k) as model:
+        with self.base_model.plain(), self.base_model.active_agent(k) as model:
             return peft_model(model, self.storage, self.agents[k], self.base_name)
 
     def log_probs(self, prompts: Prompts, answers: str | Sequence[str], *, batch_size: int = 16) -> Tensor:
@@ -176,9 +178,9 @@ class Crowd(CrowdModel):
             BadInput: there is not one answer for each prompt.
             ModelError: this crowd has no `prompter`.
         """
-        asking.require_writers(self)
-        rows = asking.answered_rows(self, prompts_of(prompts), answers)
-        scores = scoring.score(self, asking.batches_of(rows, batch_size), "probability")
+        answering.require_writers(self)
+        rows = answering.answered_rows(self, prompts_of(prompts), answers)
+        scores = scoring.score(self, answering.batches_of(rows, batch_size), "probability")
         assert scores is not None, "nobody asks to stop"
         return -scores.nll
 
@@ -231,7 +233,7 @@ class Crowd(CrowdModel):
                 taken, and without a seed each call takes another one.
 
         Returns:
-            one answer per prompt, in order: a string, or with `details` a `ci_llm.crowd.asking.Answer`.
+            one answer per prompt, in order: a string, or with `details` a `ci_llm.crowd.answering.Answer`.
 
         Raises:
             ModelError: this crowd has no `prompter`; `from_pretrained` gives it one.
@@ -239,8 +241,8 @@ class Crowd(CrowdModel):
         """
         options = options_of(self, **choices)
         if details:
-            return [*asking.answers(self, prompts_of(prompts), options, batch_size)]
-        return asking.texts(self, prompts_of(prompts), options, batch_size)
+            return [*answering.answers(self, prompts_of(prompts), options, batch_size)]
+        return answering.texts(self, prompts_of(prompts), options, batch_size)
 
     def stream(self, prompt: Prompt, **choices: Unpack[Choices]) -> Stream:
         """Answer one prompt piece by piece: `for piece in crowd.stream(prompt): print(piece, end="", flush=True)`.
@@ -253,7 +255,7 @@ class Crowd(CrowdModel):
             **choices: the options of `generate`.
 
         Returns:
-            an iterator over strings; its `result` is the `ci_llm.crowd.asking.Answer`, without the agents' own.
+            an iterator over strings; its `result` is the `ci_llm.crowd.answering.Answer`, without the agents' own.
 
         Raises:
             ModelError, BadInput: as `generate`.

@@ -26,7 +26,7 @@ from ci_llm.core.determinism import generator_for
 from ci_llm.core.work import working
 from ci_llm.crowd.adapter_files import Adapter
 from ci_llm.crowd.aggregators import aggregate, find_vote
-from ci_llm.crowd.asking import ends_of_answers
+from ci_llm.crowd.answering import ends_of_answers
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.merging import Distillation
@@ -80,7 +80,7 @@ def distil(saved: Pretrained, config: Config, how: Distillation) -> tuple[Adapte
     try:
         for k, adapter in enumerate([*saved.agents, saved.agents[start], saved.agents[start]]):
             crowd.agents[k].load_state_dict(adapter.tensors, f"agent{k}")
-        crowd.choose_route()
+        crowd.base_model.choose_route()
         _train(crowd, teachers, lesson, config, how, rate)
         files = crowd.adapter_files()
     finally:
@@ -192,7 +192,7 @@ def _learn(crowd: Crowd, agent: int, batch: Batch, teachers: tuple[Tensor, str] 
     Args:
         teachers: the teachers' states [K, S, D] and the aggregator of their distributions; None to learn the texts.
     """
-    [own_states] = crowd.through.states([Owned((agent,), batch)])
+    [own_states] = crowd.base_model.states([Owned((agent,), batch)])
     states = own_states[0, batch.predict_from]
     leaf = states.detach().requires_grad_()
     for chunk in crowd.head.chunks(batch.num_targets, crowd.num_agents):  # all logits may not fit into memory

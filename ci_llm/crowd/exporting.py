@@ -105,7 +105,7 @@ def _rows(config: Config, saved: Pretrained) -> TokenizedRows:
 
 def _scores(crowd: Crowd, rows: TokenizedRows, config: Config) -> list[tuple[float, float]]:
     """(exact match, NLL) of each agent and of the crowd, whose base is free again afterwards."""
-    crowd.choose_route()
+    crowd.base_model.choose_route()
     try:
         scores = score(crowd, in_order(rows, 4 * config.batch_size), config.aggregator)
     finally:
@@ -318,7 +318,7 @@ def _require_same_scores(saved: Pretrained) -> None:
     if stored_quantization(saved.base.model.config):
         return  # its layers cannot be shared with PEFT, and do not change where Transformers pools
     crowd = Crowd.of(saved)
-    crowd.choose_route()
+    crowd.base_model.choose_route()
     try:
         vocabulary = saved.base.model.get_input_embeddings().weight.shape[0]
         pad = pad_of(saved.base.model.config, saved.prompter.tokenizer)

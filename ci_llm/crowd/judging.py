@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ci_llm.core.evaluation_file import Difference, Figure, Intervals, Judgement
 from ci_llm.core.measures import LEAST_ROWS, METRICS
-from ci_llm.crowd.asking import Prompts, answered_rows, batches_of
+from ci_llm.crowd.answering import Prompts, answered_rows, batches_of
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import free_positions
 from ci_llm.crowd.objective import Preferences

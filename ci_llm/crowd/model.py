@@ -11,27 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, Self, overload
+from typing import Self, overload
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ci_llm.agents.agent import Agent
-from ci_llm.agents.storage import AgentStorage, attach
+from ci_llm.agents.storage import AgentStorage
 from ci_llm.base.quantized import stored_quantization
-from ci_llm.base.targets import layer_list, layer_numbers
+from ci_llm.crowd.lora_model import LoraModel
+from ci_llm.crowd.next_token import BASE_ALONE
 from ci_llm.crowd.uncertainty import Calibration
 from ci_llm.data.batches import Batch, MicroBatch, Owned
 from ci_llm.data.prompts import Prompter
 from ci_llm.errors import ModelError
-from ci_llm.lora import kernels, passes
-from ci_llm.lora.attention import Way, choose_way, name_of
-from ci_llm.lora.onednn import ReorderedWeights
-from ci_llm.lora.reading import NOBODY, compute_dtype
+from ci_llm.lora import passes
+from ci_llm.lora.reading import compute_dtype
 from ci_llm.lora.settings import LoraSettings
-
-Route = Literal["packed", "padded"]
 
 
 @dataclass
@@ -68,64 +65,35 @@ class _Shared:
 
 
 class CrowdModel(nn.Module):
-    """K LoRA agents on one frozen base, as a module. Arguments, attributes and errors are those of `Crowd`."""
+    """K LoRA agents on one frozen base, as a module. Arguments, errors and attributes are those of `Crowd`.
+
+    Attributes:
+        base_model: the base with the agents' adapters in it, through which rows go.
+    """
 
     def __init__(self, model: PreTrainedModel, settings: LoraSettings, base_name: str, pad_id: int = 0) -> None:
         super().__init__()
-        self.settings, self.base_name, self.pad_id = settings, base_name, pad_id
+        self.settings = settings
+        self.base_name = base_name
+        self.pad_id = pad_id
+        self.base_model = LoraModel(model, settings, base_name, pad_id)
         self._prompter: Prompter | None = None
         self.calibration: Calibration | None = None
-        self._reordered: ReorderedWeights | None = None
         self.common_start = not settings.initialize_adapters_rand
-        self.storage: AgentStorage = attach(model, settings)
         self._shared: _Shared | None = None
-        self.fast: tuple[str, ...] = ()
-        numbers = layer_numbers(model, self.storage.layers).values()
-        first = layer_list(model)[1][min(numbers)] if numbers else model
-        self._kinds = {type(module) for module in first.modules()}
         self.heads = self.storage.heads
         self.classes: tuple[str, ...] = ()
         self.reads_pairs = False
-        self.shares_prompts = False
         self.start: Tensor | None = None
         self.model = model
-        self._head_rows = passes.give_head_contiguous_rows(model)
-        self._native_attention = model.config._attn_implementation
-        self.attention: Way = "rows"
-        self.route = "packed"
-        # True if our decoder writes the texts, and not Transformers' `generate`: tried before the first text.
-        self.decodes: bool | None = None
-        self.padding_invariant: bool | None = None  # measured before the first batch that needs padding
 
     def detach(self) -> PreTrainedModel:
         """Restore the base's own layers and attention, and return it. The crowd cannot be used afterwards."""
-        for name, layer in self.storage.layers.items():
-            self.model.set_submodule(name, layer.base_layer)
-        self.compute_fast(())
-        self._head_rows.remove()
-        self.model.config._attn_implementation = self._native_attention
-        passes.stop_recomputing(self.model)
-        return self.model
+        return self.base_model.unload()
 
     @property
-    def route(self) -> Route:
-        """The layout of rows in the base: "packed" end to end, or "padded" side by side in a rectangle."""
-        return self._route
-
-    @route.setter
-    def route(self, route: Route) -> None:
-        # The setting outlives the forward pass, because activation checkpointing recomputes the layers in the backward
-        # pass, with the same attention.
-        self._route = route
-        own = name_of(self.attention) if route == "packed" else self._native_attention
-        self.model.config._attn_implementation = own
-
-    def choose_attention(self) -> str:
-        """Take the fastest way of attention that is right on this GPU; returns a line about it."""
-        config, like = self.model.config.get_text_config(), self.model.get_input_embeddings().weight
-        self.attention, said = choose_way(config, self.device, compute_dtype(like))
-        self.route = self._route
-        return said
+    def storage(self) -> AgentStorage:
+        return self.base_model.storage
 
     @property
     def prompter(self) -> Prompter:
@@ -163,8 +131,10 @@ class CrowdModel(nn.Module):
 
     def keep_agents(self, settings: LoraSettings, kept: Sequence[int], names: Sequence[str]) -> None:
         """Continue with the agents at these places; see `AgentStorage.with_kept`."""
-        self.storage = self.storage.with_kept(settings, kept)
-        self.settings, self.names, self.heads = settings, [*names], self.storage.heads
+        self.base_model.storage = self.storage.with_kept(settings, kept)
+        self.settings = settings
+        self.names = [*names]
+        self.heads = self.storage.heads
         if self.start is not None:
             self.start = self.start[[*kept], : self.storage.weights.shape[1]]
 
@@ -197,20 +167,20 @@ class CrowdModel(nn.Module):
             self.storage.drawn.draw_masks_of_pass()
         if isinstance(rows, Batch):
             return self._output(self.storage.reading.agents, rows, self.states(rows))
-        states = self.through.states(rows)
+        states = self.base_model.states(rows)
         return [self._output(*own, each) for own, each in zip(rows, states, strict=True)]
 
     def for_all(self, batch: Batch) -> MicroBatch:
         """The micro-batch in which all agents that read now read this batch."""
         return [Owned(self.storage.reading.agents, batch)]
 
-    def parts(self, rows: MicroBatch) -> Iterator[MicroBatch]:
-        """Yield the passes that a micro-batch takes: itself, or one for each agent (`storage.pass_per_agent`).
+    def passes_of(self, rows: MicroBatch) -> Iterator[MicroBatch]:
+        """Yield the rows of each pass that a micro-batch takes: all, or those of one agent (`storage.pass_per_agent`).
 
         Agents with padded rows of their own always take a pass each. For each pass call the crowd, and run the
         backward pass, before the next one.
         """
-        if not self.storage.pass_per_agent and (self._route == "packed" or len(rows) == 1):
+        if not self.storage.pass_per_agent and (self.base_model.route == "packed" or len(rows) == 1):
             yield rows
             return
         each = [Owned((k,), own.batch) for own in rows for k in own.agents]
@@ -224,7 +194,8 @@ class CrowdModel(nn.Module):
 
     def _output(self, agents: tuple[int, ...], batch: Batch, states: Tensor) -> CrowdOutput:
         """The output of n agents for their states [n, N, D]."""
-        log_probs, values = states[:, :0, 0].float(), None
+        log_probs = states[:, :0, 0].float()
+        values = None
         if self.settings.outputs and batch.labels is not None:
             values = self.storage.values(states[:, batch.last_tokens], agents)
         elif batch.advantages is None:
@@ -241,9 +212,8 @@ class CrowdModel(nn.Module):
 
     def target_log_probs(self, states: Tensor, batch: Batch, of_chunk: passes.OfChunk | None = None) -> Tensor:
         """The log-probability [n, S] of every target for states [n, N, D], by the arithmetic of a chunk if given."""
-        of_chunk = of_chunk or (kernels.fast_chunk if "head" in self.fast else passes.plain_chunk)
-        head = self._cast_head(states)
-        return passes.target_log_probs(states[:, batch.predict_from], batch.targets, head, of_chunk)
+        asked, head = states[:, batch.predict_from], self._cast_head(states)
+        return passes.target_log_probs(asked, batch.targets, head, of_chunk or self.base_model.of_chunk)
 
     @torch.no_grad()
     def reference(self, agents: tuple[int, ...], batch: Batch, of_chunk: passes.OfChunk | None = None) -> Tensor:
@@ -259,77 +229,31 @@ class CrowdModel(nn.Module):
         if self.start is None:
             known: dict[int, Tensor] = {} if self._shared is None or of_chunk else self._shared.references
             if id(batch) not in known:
-                known[id(batch)] = self.target_log_probs(self._states((), batch), batch, of_chunk)
+                [states] = self.base_model.states([Owned((), batch)])
+                known[id(batch)] = self.target_log_probs(states, batch, of_chunk)
             return known[id(batch)]
         weights = self.storage.weights.data  # so that autograd does not see the change
         own = weights.clone()
         try:
             weights.copy_(self.start)
             with self.evaluating():  # without dropout
-                return self.target_log_probs(self._states(agents, batch), batch, of_chunk)
+                [states] = self.base_model.states([Owned(agents, batch)])
+                return self.target_log_probs(states, batch, of_chunk)
         finally:
             weights.copy_(own)
 
     def states(self, batch: Batch) -> Tensor:
         """Final hidden states [n, N, D] of the n agents that read now, in packed order on either route."""
-        agents = self.storage.reading.agents
-        if self.storage.pass_per_agent and len(agents) > 1:
-            return torch.cat([self._states((k,), batch) for k in agents])
-        return self._states(agents, batch)
-
-    def _states(self, agents: tuple[int, ...], batch: Batch) -> Tensor:
-        return self.through.states([Owned(agents, batch)])[0]
-
-    @property
-    def through(self) -> passes.Passes:
-        """The way of rows through the base, as the crowd is set now."""
-        return passes.Passes(
-            self.model,
-            self.storage.reading,
-            self.storage.ready,
-            self.pad_id,
-            self._route == "packed",
-            own_precision="precision" in self.fast,
-            share_prompts=self.shares_prompts,
-            fast_attention="attention" in self.fast,
-        )
-
-    def compute_fast(self, parts: Sequence[str]) -> None:
-        """Compute these parts of `ci_llm.lora.kernels` by fast kernels, and no others.
-
-        A trial must have approved them; see `ci_llm/run/autotune.py`.
-        """
-        kernels.take(self.model, self.storage.layers.values(), parts, self._kinds)
-        self.fast = tuple(parts)
-
-    @contextmanager
-    def plain(self) -> Iterator[None]:
-        """Use the family's own code and whole rows inside, as a newly opened crowd does."""
-        fast, shares = self.fast, self.shares_prompts
-        self.compute_fast(())
-        self.shares_prompts = False
-        try:
-            yield
-        finally:
-            self.compute_fast(fast)
-            self.shares_prompts = shares
+        return self.base_model.states_of_all(batch)
 
     def gradient_checkpointing_enable(self) -> None:
         """Switch activation checkpointing of the base's layers on."""
         passes.recompute_layers(self.model, self.storage.reading)
 
-    def reordered(self, dtype: torch.dtype) -> ReorderedWeights:
-        """The frozen weights for the products of a decoder, kept until the crowd trains."""
-        layers, head = self.storage.layers.values(), self.head
-        if self._reordered is None or not self._reordered.is_of(layers, head, dtype):
-            self._reordered = None  # its memory is free before the next one takes its own
-            self._reordered = ReorderedWeights.of(layers, head, dtype)
-        return self._reordered
-
     def train(self, mode: bool = True) -> Self:
         """As `nn.Module.train`. Reordered weights, which training does not use, are dropped."""
         if mode:
-            self._reordered = None
+            self.base_model.reordered_weights = None
         return super().train(mode)
 
     @contextmanager
@@ -344,28 +268,6 @@ class CrowdModel(nn.Module):
             if training:
                 self.train()
 
-    @contextmanager
-    def active_agent(self, agent: int | None) -> Iterator[PreTrainedModel]:
-        """Yield the plain model with its own attention, and with the adapter of `agent` active for every row.
-
-        Args:
-            agent: its place; None for those that read now, in equal parts.
-        """
-        config, route_attention = self.model.config, self.model.config._attn_implementation
-        config._attn_implementation = self._native_attention
-        try:
-            with self.read_by(agent):
-                yield self.model
-        finally:
-            config._attn_implementation = route_attention
-
-    def read_by(self, who: int | None) -> AbstractContextManager[None]:
-        """Let this agent, or the base alone (`NOBODY`), read all rows inside; None: those that read now."""
-        reading = self.storage.reading
-        return reading.of(reading.agents if who is None else () if who == NOBODY else (who,))
-
-    @contextmanager
-    def without_agents(self) -> Iterator[None]:
+    def without_agents(self) -> AbstractContextManager[None]:
         """Make the crowd act as its base alone inside: a crowd of one agent that adapts nothing."""
-        with self.read_by(NOBODY):
-            yield
+        return self.base_model.read_by(BASE_ALONE)

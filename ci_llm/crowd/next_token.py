@@ -27,13 +27,15 @@ from transformers.generation import (
 from ci_llm.base.load import positions_of
 from ci_llm.core.determinism import generator_for
 from ci_llm.crowd.aggregators import AGGREGATORS, aggregate, is_mean
+from ci_llm.crowd.detokenizer import IncrementalDetokenizer
 from ci_llm.crowd.uncertainty import TokenUncertainty, token_uncertainty
 from ci_llm.errors import BadInput, DataError, ModelError
 
 TokenIds = Sequence[int]
-#: In place of an agent's number: the crowd, all agents together.
+#: The author of a text: all agents together, an agent by its number, or the base without agents.
+Author = int | None
 CROWD: Final = None
-Who = int | None
+BASE_ALONE: Final = -1
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Decoding:
     """The options of a generation, wherever it is asked for: how the crowd chooses a token, and when it stops.
 
     Args:
-        max_new_tokens: at most so many tokens per text.
+        max_new_tokens: the most tokens of a text.
         ends: token ids that end a text; they are not part of it.
         aggregator: one of `ci_llm.crowd.aggregators`.
         do_sample: draw tokens; otherwise take the most probable one.
@@ -124,32 +126,34 @@ class Request:
     Args:
         prompt: token ids, at least one.
         decoding: the settings of this text: length, ends, aggregator, sampling, seed.
-        who: the writer: `CROWD`, the number of an agent, or `NOBODY` for the base alone.
+        author: `CROWD`, the number of an agent, or `BASE_ALONE`.
         key: the key, beside the seed, of the samples: texts with the same key draw the same.
         uncertainty: compute the entropies of every token; with a large vocabulary they cost more than the choice.
         top: the number of most probable tokens to list with every token.
         tag: free for the caller.
+        detokenizer: follows the text, which then ends at a stop string as well; None where neither is wanted.
 
     Attributes:
         generator: the generator of the samples; None if the most probable token is taken.
         tokens: the chosen ids, including an end.
         chosen: the same tokens with their probabilities.
-        finish: the reason for its end: "stop" at an end, "length" by `max_new_tokens` or the base's positions, or
-            "error"; None if it has not ended.
+        finish: the reason for its end: "stop" at one of `ends`, "stop_string", "length" by `max_new_tokens` or the
+            base's positions, or "error"; None if it has not ended.
         error: the exception of the last choice, if it failed.
     """
 
     prompt: TokenIds
     decoding: Decoding
-    who: Who = CROWD
+    author: Author = CROWD
     key: tuple[int | str, ...] = generate_key(0)
     uncertainty: bool = False
     top: int = 0
     tag: Any = None
+    detokenizer: IncrementalDetokenizer | None = None
     generator: torch.Generator | None = field(init=False)
     tokens: list[int] = field(default_factory=list, init=False)
     chosen: list[Chosen] = field(default_factory=list, init=False)
-    finish: Literal["stop", "length", "error"] | None = field(default=None, init=False)
+    finish: Literal["stop", "stop_string", "length", "error"] | None = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -172,15 +176,20 @@ class Request:
             limit: the most tokens that prompt and text may have together.
         """
         if isinstance(found, Exception):
-            self.finish, self.error = "error", found
+            self.finish = "error"
+            self.error = found
             return
         self.tokens.append(found.id)
         self.chosen.append(found)
         count = len(self.tokens)
         if found.id in self.decoding.ends:
             self.finish = "stop"
+        elif self.detokenizer is not None and self.detokenizer.update(self.tokens):
+            self.finish = "stop_string"
         elif count >= self.decoding.max_new_tokens or len(self.prompt) + count >= limit:
             self.finish = "length"
+        if self.finish is not None and self.detokenizer is not None:
+            self.detokenizer.finish(self.ids)
 
 
 @dataclass(frozen=True)
@@ -220,12 +229,13 @@ def free_positions(model: PreTrainedModel, prompts: Sequence[Sized], what: str =
 
     Args:
         what: the word for a prompt in an error.
-        least: that number must be at least so large.
+        least: the new tokens that must fit.
 
     Raises:
         DataError: a prompt is empty, or longer than the base can read.
     """
-    lengths, limit = [len(prompt) for prompt in prompts], num_positions(model)
+    lengths = [len(prompt) for prompt in prompts]
+    limit = num_positions(model)
     longest = max(lengths, default=0)
     if 0 in lengths:
         raise DataError(f"a {what} is empty", where=f"{what} {lengths.index(0)} (counted from 0)", hint="leave it out")
@@ -251,13 +261,13 @@ def choose(logits: Tensor, rows: Sequence[Request]) -> list[Chosen | Exception]:
     Returns:
         [n] the tokens, with an exception where a choice failed.
     """
-    heights = [None if row.generator is None else torch.rand(1, generator=row.generator) for row in rows]
+    uniforms = [None if row.generator is None else torch.rand(1, generator=row.generator) for row in rows]
     width = max((row.top for row in rows), default=0)
     numbers: dict[int, Tensor] = {}
     for places in _alike([row.decoding.aggregator for row in rows]):
         own = logits if len(places) == logits.shape[1] else logits[:, places]
         try:
-            found = _numbers(own, [rows[p] for p in places], [heights[p] for p in places], width)
+            found = _numbers(own, [rows[p] for p in places], [uniforms[p] for p in places], width)
         except Exception:  # noqa: BLE001 - an aggregator may be a user's code, and only its own rows must fail
             continue  # its rows are tried one by one
         numbers |= zip(places, found.unbind(0), strict=True)
@@ -266,13 +276,18 @@ def choose(logits: Tensor, rows: Sequence[Request]) -> list[Chosen | Exception]:
     return [
         _chosen(values[place], row, width)
         if place in values and not math.isnan(values[place][1])
-        else _chosen_alone(logits[:, place], row, heights[place])
+        else _chosen_alone(logits[:, place], row, uniforms[place])
         for place, row in enumerate(rows)
     ]
 
 
-def _numbers(logits: Tensor, rows: Sequence[Request], heights: Sequence[Tensor | None], width: int) -> Tensor:
-    """The numbers [n, 5 + 2 m] fp64 of texts with one aggregator: `_NUMBERS` and the listed tokens."""
+def _numbers(logits: Tensor, rows: Sequence[Request], uniforms: Sequence[Tensor | None], width: int) -> Tensor:
+    """The numbers [n, 5 + 2 m] fp64 of texts with one aggregator: `_NUMBERS` and the listed tokens.
+
+    Args:
+        uniforms: see `draw`; None for a text whose most probable token is taken.
+        width: m.
+    """
     how = rows[0].decoding.aggregator
     log_probs = logits.log_softmax(-1)
     crowd = aggregate(log_probs, how) if len(logits) > 1 else log_probs[0]
@@ -282,12 +297,14 @@ def _numbers(logits: Tensor, rows: Sequence[Request], heights: Sequence[Tensor |
     for places in _alike((each.do_sample, each.temperature, each.top_k, each.top_p, each.min_p) for each in hows):
         if hows[places[0]].do_sample:
             narrowed = hows[places[0]].warpers()(None, crowd[places])
-            chosen[places] = draw(narrowed, [height for place in places if (height := heights[place]) is not None])
+            theirs = [uniform for place in places if (uniform := uniforms[place]) is not None]
+            chosen[places] = draw(narrowed, theirs)
     sure = crowd.new_zeros(4, len(rows))
     sure[0] = crowd.gather(-1, chosen[:, None]).squeeze(-1)
     wanted = [place for place, row in enumerate(rows) if row.uncertainty]
     if wanted:
-        mean, own = len(logits) == 1 or is_mean(how), slice(None) if len(wanted) == len(rows) else wanted
+        mean = len(logits) == 1 or is_mean(how)
+        own = slice(None) if len(wanted) == len(rows) else wanted
         sure[:, own] = token_uncertainty(log_probs[:, own], crowd[own], chosen[own], is_mean=mean)
     parts = [chosen[:, None].double(), sure.T.double()]
     if width:
@@ -305,7 +322,8 @@ def _alike(keys: Iterable[Any]) -> list[list[int]]:
 
 
 def _chosen(values: Sequence[float], row: Request, width: int) -> Chosen:
-    sure, listed = values[1:_NUMBERS], values[_NUMBERS:]
+    sure = values[1:_NUMBERS]
+    listed = values[_NUMBERS:]
     width = min(width, len(listed) // 2)
     return Chosen(
         int(values[0]),
@@ -315,10 +333,10 @@ def _chosen(values: Sequence[float], row: Request, width: int) -> Chosen:
     )
 
 
-def _chosen_alone(logits: Tensor, row: Request, height: Tensor | None) -> Chosen | Exception:
+def _chosen_alone(logits: Tensor, row: Request, uniform: Tensor | None) -> Chosen | Exception:
     """The choice for one row from the agents' logits [K, V], without the agents that have NaN."""
     try:
-        [values] = _numbers(without_nan(logits[:, None]), [row], [height], row.top).tolist()
+        [values] = _numbers(without_nan(logits[:, None]), [row], [uniform], row.top).tolist()
     except Exception as error:  # noqa: BLE001 - as in `choose`
         return error
     if math.isnan(values[1]):
@@ -327,13 +345,13 @@ def _chosen_alone(logits: Tensor, row: Request, height: Tensor | None) -> Chosen
     return _chosen(values, row, row.top)
 
 
-def draw(log_probs: Tensor, heights: Sequence[Tensor]) -> Tensor:
+def draw(log_probs: Tensor, uniforms: Sequence[Tensor]) -> Tensor:
     """Draw one token per row, [n, V] -> [n], by inverse transform sampling.
 
     `torch.multinomial` would draw the whole batch from one generator, and a sample would depend on its batch.
 
     Args:
-        heights: n uniform random numbers, tensors of shape [1], one for each row.
+        uniforms: n uniform random numbers, tensors of shape [1], one for each row.
     """
     # fp64, because a cumulative sum over a large vocabulary in fp32 loses improbable tokens.
     probabilities = log_probs.double().softmax(-1)
@@ -341,7 +359,7 @@ def draw(log_probs: Tensor, heights: Sequence[Tensor]) -> Tensor:
         probabilities = probabilities.cpu()  # CUDA has no deterministic cumulative sum
     cumulative = probabilities.cumsum(-1)
     # The last sum differs from 1 by rounding, so the numbers are scaled to it.
-    wanted = torch.stack(list(heights)).to(cumulative) * cumulative[:, -1:]
+    wanted = torch.stack(list(uniforms)).to(cumulative) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, wanted, right=True).squeeze(-1)
     return drawn.clamp_max(log_probs.shape[-1] - 1).to(log_probs.device)  # a row of NaN would have no place
 

@@ -114,9 +114,11 @@ class NextToken:
             BadInput: there is no such diversity form.
         """
         log_probs, batch, agents = output.log_probs, output.batch, output.agents
-        task, keys = -log_probs.sum(1), [self.bootstrap[k] for k in agents] if self.bootstrap else []
+        task = -log_probs.sum(1)
+        keys = [self.bootstrap[k] for k in agents] if self.bootstrap else []
         total = _weighted(log_probs, batch, keys) if any(keys) else task.sum()
-        rewarded, term = find_form(self.diversity).rewarded, total.new_zeros(())
+        rewarded = find_form(self.diversity).rewarded
+        term = total.new_zeros(())
         with torch.set_grad_enabled(rewarded and torch.is_grad_enabled()):
             if rewarded or len(agents) > 1:
                 term = self._term(log_probs, output.states, batch, step)
@@ -131,7 +133,8 @@ class NextToken:
         Raises:
             BadInput: the diversity is rewarded, and agents took passes or rows of their own.
         """
-        found, first = of_all(losses, num_agents), losses[0]
+        found = of_all(losses, num_agents)
+        first = losses[0]
         if len(losses) == 1:
             return found
         if find_form(self.diversity).rewarded:
@@ -310,7 +313,10 @@ def _measured(objective: Objective, e: Evidence) -> Metrics:
     if objective.needs.rows == "labelled":
         return found
     rewards = objective.answer_rewards(e)
-    for kind, values in (("rewards", rewards), *((("logps", e.sums),) if e.values is None else ())):
+    kinds = {"rewards": rewards}
+    if e.values is None:
+        kinds["logps"] = e.sums
+    for kind, values in kinds.items():
         better, worse = pairs(values)
         sides: list[tuple[Tensor, Tensor | float]] = [(better, better.shape[1]), (worse, worse.shape[1])]
         if e.labels is not None and objective.needs.rows == "rated":
@@ -369,12 +375,15 @@ class GrpoObjective(_OfUnits):
         assert batch.advantages is not None
         assert batch.weights is not None
         weights, gains = batch.weights[batch.target_rows], batch.advantages[batch.target_rows]
-        learned, shape = (weights > 0).double(), (len(agents), len(self.metric_names), 2)
-        totals, metrics = [], output.states.new_zeros(shape, dtype=torch.float64)
+        learned = (weights > 0).double()
+        shape = (len(agents), len(self.metric_names), 2)
+        totals = []
+        metrics = output.states.new_zeros(shape, dtype=torch.float64)
         metrics[..., 1] = learned.sum()
         for place, agent in enumerate(agents):
             beta, temperature = self.grpo.of_agent(agent)
-            chunk, divergences = Tempered(temperature), None
+            chunk = Tempered(temperature)
+            divergences = None
             log_probs = self.crowd.target_log_probs(output.states[place : place + 1], batch, chunk)[0].double()
             if beta:
                 reference = self.crowd.reference((agent,), batch, Tempered(temperature))[0].double()

@@ -122,7 +122,8 @@ def open_pretrained(
     with located(source) as place:
         folder = require_checkpoint(place, str(source), final_first=True)
         manifest, state = _verified(folder, source)
-        calibration, meta = read_calibration(folder, state.get(CALIBRATION)), state[META]
+        calibration = read_calibration(folder, state.get(CALIBRATION))
+        meta = state[META]
         run_config = state["config.yaml"].decode() if "config.yaml" in state else None
         base = _base(meta, str(source), device, base_model or _gguf_file(meta, run_config))
         tokenizer = _own_tokenizer(folder, state) or base.tokenizer

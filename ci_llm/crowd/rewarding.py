@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ci_llm.config import Config
 from ci_llm.core.memory import unless_out_of_memory
-from ci_llm.crowd.asking import ends_of_answers
+from ci_llm.crowd.answering import ends_of_answers
 from ci_llm.crowd.decoder import decodes
 from ci_llm.crowd.generation import Wanted, base_errors, elect, requests_of, written
 from ci_llm.crowd.judging import Judged
@@ -80,7 +80,7 @@ class Drawer:
         while True:
             requests = [self._requests(one, objective, step) for one in asked]
             waiting = [request for own in requests for request in own]
-            with self.crowd.plain(), self.crowd.evaluating():
+            with self.crowd.base_model.plain(), self.crowd.evaluating():
                 work = partial(write, self.crowd, waiting, self.most, stop=lambda: bool(self.tick()))
                 _, complaint = unless_out_of_memory(work)
             if complaint is None:

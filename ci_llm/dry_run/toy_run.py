@@ -74,7 +74,8 @@ def model(context: CheckContext) -> str:
     record_bits(trainer, attempt)
     took = f"the digest of a layer takes {duration(time.perf_counter() - start)}"
     agents = f"{trainer.crowd.num_agents} agents of {short(trainer.crowd.storage.weights.shape[1])}"
-    return f"{short(parameters)} parameters, {agents}, rows {trainer.crowd.route}; {took}{_repeated(trainer, attempt)}"
+    rows_are = trainer.crowd.base_model.route
+    return f"{short(parameters)} parameters, {agents}, rows {rows_are}; {took}{_repeated(trainer, attempt)}"
 
 
 def _repeated(trainer: Trainer, attempt: Attempt) -> str:

@@ -198,7 +198,7 @@ def load(request: Request, checkpoint: Path | None) -> Job:
     config, rows = open_rows(trained, request)
     rows = _counting_copies(rows, trained)
     crowd, names = Crowd.of(saved), given_names(saved.meta)
-    if reason := crowd.choose_route():
+    if reason := crowd.base_model.choose_route():
         logger.debug("rows are padded, not packed: %s", reason)
     if request.data is not None and "max_seq_length" not in request.keys:
         # The run's length limit concerns the rows of its training; the base's positions limit others.

@@ -9,16 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from ci_llm.core.determinism import generator_for
 from ci_llm.lora.settings import LoraSettings
-
-#: In place of an agent's number: the base alone answers.
-NOBODY: Final = -1
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

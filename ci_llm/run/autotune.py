@@ -99,7 +99,7 @@ def approve_kernels(
             lines.append(f"{part} stays plain: {reason}")
         else:
             taken.append(part)
-    crowd.compute_fast(taken)
+    crowd.base_model.compute_fast(taken)
     return lines
 
 
@@ -128,11 +128,11 @@ def _computed(crowd: Crowd, batch: MicroBatch, forward_backward: ForwardBackward
 
     def losses_and_gradients(_: nn.Module, trained: list[nn.Parameter]) -> list[Tensor]:
         try:
-            crowd.compute_fast(parts)
+            crowd.base_model.compute_fast(parts)
             sums = forward_backward([batch]).sums[: crowd.num_agents]
             return [sums, *(each.grad.clone() for each in trained if each.grad is not None)]
         finally:
-            crowd.compute_fast(())
+            crowd.base_model.compute_fast(())
 
     try:
         return on_one_layer(crowd, losses_and_gradients)

@@ -150,7 +150,7 @@ def kernels_of(config: Config, crowd: Crowd) -> str:
     """The kernels as a checkpoint records them: plain, fast, or fast without some parts."""
     if config.kernels == PLAIN:
         return PLAIN
-    left = [part for part in PARTS if part not in crowd.fast]
+    left = [part for part in PARTS if part not in crowd.base_model.fast]
     return FAST if not left else f"{FAST} without {', '.join(left)}"
 
 

@@ -63,7 +63,7 @@ def compute_gradients(
     for number, batch in enumerate(micro_batches):
         crowd.storage.begin_micro_step(step, process, number)
         losses = list[StepLoss]()
-        for rows in crowd.parts([own.to(crowd.device) for own in batch]):
+        for rows in crowd.passes_of([own.to(crowd.device) for own in batch]):
             trainer.heartbeat.tick()
             # Keyed, not sequential: what is drawn here depends on nothing that happened before, so a resume draws
             # the same, and so does an agent that is alone.
@@ -150,7 +150,7 @@ def _differences(trainer: Trainer, step: int, micro_batches: Sequence[MicroBatch
         for agents, own in batch:
             rows = _mismatched(own, courses.each[agents[0]].rows, before[agents[0]], limit)
             mixed.append(Owned(agents, rows.to(crowd.device)))
-        for part in crowd.parts(mixed):
+        for part in crowd.passes_of(mixed):
             trainer.heartbeat.tick()
             seed_everything(seed, "mismatched", step, process, number)
             with trainer.processes.autocast():

@@ -315,15 +315,15 @@ def build_crowd(config: Config, base: Base, processes: Processes) -> Crowd:
     crowd.reads_pairs = kind == "pairs"
     # Sharded weights are gathered in the precision of autocast, and have no other one.
     with processes.autocast() if loading.shares_layers(config, processes) else nullcontext():
-        reason = crowd.choose_route()
-        whole = crowd.share_prompts() if kind in ("pairs", "prompts") else None
+        reason = crowd.base_model.choose_route()
+        whole = crowd.base_model.share_prompts() if kind in ("pairs", "prompts") else None
     if whole:
         logger.info(f"model     each answer has a prompt of its own: {whole}")
     if reason:
         logger.info(f"model     rows are padded, not packed: {reason}")
     elif crowd.device.type == "cuda":
         with processes.autocast():
-            logger.info(f"attention {crowd.choose_attention()}")
+            logger.info(f"attention {crowd.base_model.choose_attention()}")
     if config.init_from:
         logger.info(f"agents    {load_initial_adapters(crowd, Path(config.init_from))}")
     if config.reference == "start":

@@ -18,26 +18,28 @@ _LOWEST: Final = -9999.0  # JSON has no -inf; OpenAI's number for it
 
 @dataclass
 class Choice:
-    """One answer of a request, as far as it is written."""
+    """One answer of a request, as far as it is written; `offset` is where the text of the next token begins."""
 
     index: int
-    jobs: Sequence[Job]
+    job: Job
     text: str = ""
+    offset: int = 0
     lines: list[TokenLine] = field(default_factory=list)
     ended: Ended | None = None
-    answers: Sequence[str] | None = None
 
 
 class Answer:
     """The answer to one call.
 
     Args:
-        groups: for each choice the job that writes it, and then the job of the agents' own answers if there is one.
+        jobs: those that write the choices.
     """
 
-    def __init__(self, call: Call, groups: Sequence[Sequence[Job]], served: Served) -> None:
-        self._call, self._tokenizer, self._names = call, served.prompter.tokenizer, served.names
-        self.choices = [Choice(index, jobs) for index, jobs in enumerate(groups)]
+    def __init__(self, call: Call, jobs: Sequence[Job], served: Served) -> None:
+        self._call = call
+        self._tokenizer = served.prompter.tokenizer
+        self._names = served.names
+        self.choices = [Choice(index, job) for index, job in enumerate(jobs)]
 
     async def whole(self) -> dict[str, Any]:
         """Wait for the whole answer and return it.
@@ -79,23 +81,20 @@ class Answer:
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     async def _events(self) -> AsyncIterator[tuple[Choice, Piece | Ended]]:
-        """Yield pieces of all choices as they come, and each end once the agents' own answers have ended too."""
-        open_, ended = [*self.choices], dict[Job, Ended]()
-        while open_:
+        """Yield pieces of all choices as they come, and their ends."""
+        writing = {choice.job: choice for choice in self.choices}
+        while writing:
             job, event = await self._call.out.get()
             if isinstance(event, ApiProblem):
                 raise event
+            choice = writing[job]
             if isinstance(event, Piece):
-                choice = next(choice for choice in open_ if choice.jobs[0] is job)
                 choice.text += event.text
                 choice.lines += event.tokens
-                yield choice, event
-                continue
-            ended[job] = event
-            for choice in [each for each in open_ if ended.keys() >= {*each.jobs}]:
-                open_.remove(choice)
-                choice.ended, choice.answers = ended[choice.jobs[0]], ended[choice.jobs[-1]].answers
-                yield choice, choice.ended
+            else:
+                choice.ended = event
+                del writing[job]
+            yield choice, event
 
     def _whole(self, choice: Choice) -> dict[str, Any]:
         if self._call.is_chat:
@@ -111,14 +110,14 @@ class Answer:
 
     def _choice(self, choice: Choice, said: Mapping[str, object], lines: Sequence[TokenLine]) -> dict[str, Any]:
         """The fields of a choice; once it has ended, also the reason and the field `ci_llm`."""
-        found = {"index": choice.index, **said, "logprobs": self._logprobs(lines), "finish_reason": None}
+        found = {"index": choice.index, **said, "logprobs": self._logprobs(choice, lines), "finish_reason": None}
         ended = choice.ended
         if ended is None:
             return found
         own = dict(ended.own)
-        if choice.answers is not None:
-            own["agreement"] = None if own["abstained"] else agreement(choice.text, choice.answers)
-            own["answers"] = dict(zip(self._names, choice.answers, strict=True))
+        if ended.answers is not None:
+            own["agreement"] = None if own["abstained"] else agreement(choice.text, ended.answers)
+            own["answers"] = dict(zip(self._names, ended.answers, strict=True))
         return found | {"finish_reason": ended.reason, "ci_llm": own}
 
     def _head(self, chat_kind: str) -> dict[str, Any]:
@@ -126,7 +125,7 @@ class Answer:
         kind = chat_kind if call.is_chat else "text_completion"
         return {"id": call.id, "object": kind, "created": call.created, "model": call.body.model}
 
-    def _logprobs(self, lines: Sequence[TokenLine]) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice, lines: Sequence[TokenLine]) -> dict[str, Any] | None:
         if self._call.body.top is None or not lines:
             return None
         if self._call.is_chat:
@@ -136,12 +135,13 @@ class Answer:
             ]
             return {"content": content, "refusal": None}
         texts = [self._decoded(line.id) for line in lines]
+        *offsets, choice.offset = accumulate(map(len, texts), initial=choice.offset)
         tops = [{self._decoded(token): max(log, _LOWEST) for token, log in line.top} for line in lines]
         return {
             "tokens": texts,
             "token_logprobs": [None if line.logprob is None else max(line.logprob, _LOWEST) for line in lines],
             "top_logprobs": [None if line.logprob is None else top for line, top in zip(lines, tops, strict=True)],
-            "text_offset": [0, *accumulate(map(len, texts))][:-1],
+            "text_offset": offsets,
         }
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:

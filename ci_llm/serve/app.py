@@ -23,7 +23,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ci_llm.crowd.asking import ends_of_answers, require_writers
+from ci_llm.crowd.answering import ends_of_answers, require_writers
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.decoder import decodes
 from ci_llm.crowd.next_token import num_positions
@@ -102,7 +102,10 @@ class Service:
     """
 
     def __init__(self, served: Served, writer: Writer, metrics: Metrics, options: Options) -> None:
-        self.served, self._writer, self._metrics, self.options = served, writer, metrics, options
+        self.served = served
+        self._writer = writer
+        self._metrics = metrics
+        self.options = options
         self._born = int(time.time())
         # One thread, because the event loop has to stay free, and rendering a chat template has a state.
         self._reader = ThreadPoolExecutor(1, "ci_llm reader")
@@ -132,13 +135,15 @@ class Service:
         """A handler that checks the key first, turns problems into answers, and logs a line."""
 
         async def handler(request: Request) -> Response:
-            request.state.began, request.state.word = time.monotonic(), "-"
+            request.state.began = time.monotonic()
+            request.state.word = "-"
             try:
                 self._authorize(request)
                 response = await handle(request)
             except ApiProblem as problem:
                 self._metrics.refused(problem.status)
-                response, request.state.word = problem.response(), problem.error["code"] or problem.error["type"]
+                response = problem.response()
+                request.state.word = problem.error["code"] or problem.error["type"]
             except ClientDisconnect:
                 response = Response(status_code=_GONE)
             if not isinstance(response, Events) and (request.method == "POST" or response.status_code >= 400):
@@ -183,11 +188,11 @@ class Service:
         asked = prompts_of(body, served)
         prompts = [await loop.run_in_executor(self._reader, ids_of, prompt, served) for prompt in asked]
         call = call_of(body, prompts, served)
-        groups = jobs_of(call)
-        jobs = [*dict.fromkeys(job for group in groups for job in group)]
-        answer = Answer(call, groups, served)
+        jobs = jobs_of(call)
+        answer = Answer(call, jobs, served)
         self._writer.submit(jobs)
-        request.state.answer, request.state.word = answer, call.body.model
+        request.state.answer = answer
+        request.state.word = call.body.model
         if body.stream:
 
             def end() -> None:
@@ -304,7 +309,7 @@ def of_run(crowd: Crowd, options: Options) -> Service:
         ModelError: its base cannot be served, or its agents have heads.
     """
     require_writers(crowd)
-    reason = crowd.choose_route()
+    reason = crowd.base_model.choose_route()
     if not decodes(crowd):
         why = f" ({reason})" if reason else ""
         raise ModelError(
@@ -312,7 +317,8 @@ def of_run(crowd: Crowd, options: Options) -> Service:
             where=f"model_name: {crowd.base_name}",
             hint="ci-llm generate and ci-llm chat take it; or serve an exported agent by another server",
         )
-    prompter, limit = crowd.prompter, min(num_positions(crowd.model), _CONTEXT)
+    prompter = crowd.prompter
+    limit = min(num_positions(crowd.model), _CONTEXT)
     if options.minimum_confidence is not None and (reason := uncalibrated(crowd.calibration, "probability")):
         hint = "ci-llm evaluate RUN --split validation --calibrate"
         raise BadInput(reason, where="--minimum-confidence", hint=hint)

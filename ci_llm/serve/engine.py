@@ -1,4 +1,4 @@
-"""The thread that owns the crowd, and the jobs that it does: each asks the decoder for a text and shows pieces of it.
+"""The thread that owns the crowd, and the jobs that it does: each asks the decoder for texts and shows an answer.
 
 Texts wait in a bounded queue, and every step takes all open texts one token further. Jobs run on the thread of the
 engine, and send their events by `Job.tell`. `Metrics` counts what they do, for Prometheus.
@@ -26,7 +26,7 @@ from ci_llm.crowd import generation
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.decoder import Decoder
 from ci_llm.crowd.model import CrowdModel
-from ci_llm.crowd.next_token import Request, generate_key
+from ci_llm.crowd.next_token import BASE_ALONE, CROWD, Request
 from ci_llm.crowd.uncertainty import Logistic, TokenUncertainty, calibrated, of_text, signals
 from ci_llm.data.batches import pack
 from ci_llm.serve.request import ApiProblem, Call
@@ -74,15 +74,17 @@ Event = Piece | Ended | ApiProblem
 
 @dataclass(eq=False)
 class Job:
-    """The base class of jobs.
+    """One answer of a call: a text that is chosen token by token, or the one that wins a vote.
 
     Attributes:
-        call: the request.
+        call: the request of the client.
         prompt: the token ids of the prompt.
-        number: the number of the text in its request, which keys the generator of a sample.
+        number: the number of the answer in its call, which keys the generator of a sample.
         outbox: the list of events that the engine sends once per step.
         cancelled: true if the client has gone.
-        open: the requests to the decoder that have not ended.
+        requests: the requests to the decoder: for the answer unless agents vote, and for the agents' own answers.
+        open: those that have not ended.
+        lines: the tokens of the answer that were not sent yet.
         arrived, admitted, first, last: the times of arrival, of leaving the queue, and of the first and the last token,
             by `time.monotonic`.
     """
@@ -92,155 +94,92 @@ class Job:
     number: int
     outbox: list[tuple[Job, Event]] = field(default_factory=list)
     cancelled: bool = False
+    requests: list[Request] = field(default_factory=list)
     open: set[Request] = field(default_factory=set)
+    lines: list[TokenLine] = field(default_factory=list)
     arrived: float = field(default_factory=time.monotonic)
     admitted: float = 0.0
     first: float = 0.0
     last: float = 0.0
 
-    #: True if it writes an answer of its own.
-    writes: bool = True
+    @property
+    def streams(self) -> bool:
+        """True if the text is shown while it is written."""
+        return self.call.body.stream and not self.call.decides_at_the_end
 
     def tell(self, event: Event) -> None:
         self.outbox.append((self, event))
 
-    def asked(self, crowd: CrowdModel) -> list[Request]:
-        """The requests to the decoder; empty if the job has ended."""
-        raise NotImplementedError
-
-    def take(self, request: Request) -> bool:
-        """Process the next token of a request of this job; returns whether the request has ended.
-
-        Raises:
-            Exception: the job fails.
-        """
-        raise NotImplementedError
-
-    def close(self, crowd: CrowdModel) -> Ended:
-        """Send the text after all requests have ended, and return its end."""
-        raise NotImplementedError
-
-
-@dataclass(eq=False)
-class TextJob(Job):
-    """A text that is chosen token by token, by the crowd or by one agent.
-
-    Attributes:
-        lines: the tokens that were not sent yet.
-        pieces: the text that was not sent yet.
-        stopped: true if a stop string has ended the text.
-        text: the text so far.
-        request: the request to the decoder.
-    """
-
-    lines: list[TokenLine] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
-    stopped: bool = False
-    text: generation.TextSoFar = field(init=False)
-    request: Request = field(init=False)
-
-    def asked(self, crowd: CrowdModel) -> list[Request]:
+    def begin(self, crowd: CrowdModel) -> list[Request]:
+        """The requests to the decoder; none if only the prompt is echoed."""
         call = self.call
         if call.body.echo:
             lines = [] if call.body.top is None else prompt_lines(crowd, call, self.prompt)
             self.tell(Piece(str(crowd.prompter.tokenizer.decode(list(self.prompt))), lines))
-        if call.only_echo:
-            return []
-        self.text = generation.TextSoFar(crowd.prompter.tokenizer, call.body.stop, self.pieces.append)
-        self.request = Request(
-            self.prompt,
-            call.decoding,
-            call.who,
-            key=generate_key(self.number),
-            uncertainty=call.own.include_agents or right_by(crowd, call) is not None,
-            top=call.body.top or 0,
-            tag=self,
-        )
-        return [self.request]
+        if not call.only_echo:
+            wanted = generation.Wanted(
+                call.decoding,
+                author=call.author,
+                include_agents=call.own.include_agents,
+                uncertainty=call.own.include_agents or right_by(crowd, call) is not None,
+                top=call.body.top or 0,
+                streams=self.streams,
+            )
+            self.requests = generation.requests_of(crowd, self.number, self.prompt, wanted)
+        for request in self.requests:
+            request.tag = self
+        self.open = {*self.requests}
+        return self.requests
 
-    def take(self, request: Request) -> bool:
+    def take(self, request: Request) -> None:
+        """Process the next token of a request. The text of an agent alone ends where its numbers are not finite.
+
+        Raises:
+            Exception: the answer cannot be written.
+        """
+        if self.call.votes or request is not self.requests[0]:
+            return
         if request.error is not None:
             raise request.error
         chosen = request.chosen[-1]
         self.lines.append(TokenLine(chosen.id, chosen.log_probability, chosen.top))
-        shows = self.call.body.stream and not self.call.decides_at_the_end
-        reads = request.finish != "stop" and bool(shows or self.call.body.stop)
-        self.stopped = reads and self.text.update(request.ids)
-        if self.stopped or request.finish is not None:
-            self.text.finish(request.ids)
-            return True
-        if shows and self.pieces:
-            self._show()
-        return False
+        if self.streams and request.finish is None:
+            assert request.detokenizer is not None, "it streams"
+            if text := request.detokenizer.next_text():
+                self._show(text)
 
     def close(self, crowd: CrowdModel) -> Ended:
-        own, chosen, sure = self.call.own, self.request.chosen, self.request.uncertainties
-        confidence = math.exp(sum(each.log_probability for each in chosen))
-        agents = len(crowd.names) if self.call.who is None else int(self.call.who >= 0)
-        said = about(confidence, agents, right_by(crowd, self.call), own.minimum_confidence, sure)
-        if not said["abstained"] and (self.pieces or self.lines):
-            self._show()
-        reason = "stop" if self.stopped or self.request.finish == "stop" else "length"
-        return Ended(reason, len(chosen), said)
+        """Send the rest of the answer after all requests have ended, and return its end."""
+        call, how = self.call, self.call.decoding
+        agents = self.requests if call.votes else self.requests[1:]
+        answers = [generation.text_of(crowd, request.tokens, how) for request in agents]
+        if call.votes:
+            winner, sure = generation.elect(crowd, self.prompt, [request.tokens for request in agents], how)
+            at = next(n for n, request in enumerate(agents) if request.tokens is winner)
+            own, text = agents[at], answers[at]
+            logs = [math.log(max(one.probability, _LEAST)) for one in sure]
+            self.lines = [TokenLine(token, log) for token, log in zip(winner, logs, strict=True)]
+        else:
+            own = self.requests[0]
+            sure = own.uncertainties
+            logs = [each.log_probability for each in own.chosen]
+            text = own.detokenizer.next_text() if own.detokenizer else generation.text_of(crowd, own.ids, how)
+        count = len(crowd.names) if call.author is CROWD else int(call.author != BASE_ALONE)
+        said = about(math.exp(sum(logs)), count, right_by(crowd, call), call.own.minimum_confidence, sure)
+        if not said["abstained"] and (text or self.lines):
+            self._show(text)
+        reason = "length" if own.finish in ("length", "error") else "stop"
+        return Ended(reason, len(logs), said, answers if call.own.include_agents else None)
 
-    def _show(self) -> None:
-        self.tell(Piece("".join(self.pieces), tuple(self.lines)))
-        self.pieces.clear()
+    def _show(self, text: str) -> None:
+        self.tell(Piece(text, tuple(self.lines)))
         self.lines.clear()
 
 
-@dataclass(eq=False)
-class AgentsJob(Job):
-    """The answers of every agent alone, for a vote, or to return beside the crowd's answer.
-
-    Attributes:
-        texts: the requests to the agents, agent by agent.
-        stops: each request's text so far, if the call has stop strings.
-    """
-
-    texts: list[Request] = field(default_factory=list)
-    stops: dict[Request, generation.TextSoFar] = field(default_factory=dict)
-
-    def asked(self, crowd: CrowdModel) -> list[Request]:
-        call, wanted = self.call, generation.Wanted(self.call.decoding, include_agents=True)
-        requests = generation.requests_of(crowd, self.number, self.prompt, wanted)
-        self.texts = requests if call.votes else requests[1:]  # the crowd's own is another job's
-        for request in self.texts:
-            request.tag = self
-        if call.body.stop:
-            self.stops = {each: generation.TextSoFar(crowd.prompter.tokenizer, call.body.stop) for each in self.texts}
-        return self.texts
-
-    def take(self, request: Request) -> bool:
-        # The text of an agent that fails, because its numbers are not finite, ends there.
-        return request.finish is not None or (request in self.stops and self.stops[request].update(request.tokens))
-
-    def close(self, crowd: CrowdModel) -> Ended:
-        call, texts = self.call, [request.tokens for request in self.texts]
-        answers = [generation.text_of(crowd, ids, call.decoding) for ids in texts]
-        if not call.votes:
-            return Ended("stop", sum(map(len, texts)), answers=answers)
-        how, names = call.decoding, crowd.names
-        winner, sure = generation.elect(crowd, self.prompt, texts, how)
-        logs = [math.log(max(one.probability, _LEAST)) for one in sure]
-        said = about(math.exp(sum(logs)), len(names), right_by(crowd, call), call.own.minimum_confidence, sure)
-        at = next(n for n, text in enumerate(texts) if text is winner)
-        if not said["abstained"]:
-            lines = [TokenLine(token, log) for token, log in zip(winner, logs, strict=True)]
-            self.tell(Piece(answers[at], lines))
-        reason = "length" if self.texts[at].finish in ("length", "error") else "stop"
-        return Ended(reason, len(sure), said, answers if call.own.include_agents else None)
-
-
-def jobs_of(call: Call) -> list[list[Job]]:
-    """For each answer of a request the job that writes it, and then the job of the agents' own answers if wanted."""
-    found: list[list[Job]] = []
-    beside = call.own.include_agents and call.who is None and not call.votes and not call.only_echo
-    kind, each = AgentsJob if call.votes else TextJob, call.body.n
-    for at, prompt in enumerate(call.prompts):
-        agents: list[Job] = [AgentsJob(call, prompt, 0, writes=False)] if beside else []
-        found += [[kind(call, prompt, number), *agents] for number in range(at * each, (at + 1) * each)]
-    return found
+def jobs_of(call: Call) -> list[Job]:
+    """The jobs of all answers to a call, prompt by prompt."""
+    prompts = [prompt for prompt in call.prompts for _ in range(call.body.n)]
+    return [Job(call, prompt, number) for number, prompt in enumerate(prompts)]
 
 
 @torch.no_grad()
@@ -250,11 +189,12 @@ def prompt_lines(crowd: CrowdModel, call: Call, prompt: Sequence[int]) -> list[T
     if not rest:
         return lines
     batch = pack([generation.continuation(prompt[:1], rest)], [0])
-    top = max(1, call.body.top or 0)
-    with crowd.read_by(call.who):
+    top = call.body.top or 0
+    with crowd.base_model.read_by(call.author):
         for each, targets in generation.targets_of(crowd, [batch]):
-            mixed = aggregate(each, call.decoding.aggregator) if call.who is None else each[0]
-            best, given = mixed.topk(top), mixed.gather(-1, targets[:, None]).squeeze(-1)
+            mixed = aggregate(each, call.decoding.aggregator) if call.author is CROWD else each[0]
+            best = mixed.topk(top)
+            given = mixed.gather(-1, targets[:, None]).squeeze(-1)
             rows = zip(targets.tolist(), given.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
             for token, own, ids, values in rows:
                 lines.append(TokenLine(token, own, list(zip(ids, values, strict=True))))
@@ -263,7 +203,7 @@ def prompt_lines(crowd: CrowdModel, call: Call, prompt: Sequence[int]) -> list[T
 
 def right_by(crowd: CrowdModel, call: Call) -> Logistic | None:
     """The function from signals to the probability that an answer is right; None without a calibration for it."""
-    return calibrated(crowd.calibration, call.decoding.aggregator) if call.who is None else None
+    return calibrated(crowd.calibration, call.decoding.aggregator) if call.author is CROWD else None
 
 
 def about(
@@ -305,7 +245,8 @@ class Metrics:
     """Counters of one server, each by `model_name`."""
 
     def __init__(self, crowd: str) -> None:
-        self._crowd, self._registry = crowd, CollectorRegistry()
+        self._crowd = crowd
+        self._registry = CollectorRegistry()
         self._running = self._gauge("num_requests_running", "sequences that are decoded")
         self._waiting = self._gauge("num_requests_waiting", "texts that wait for a slot")
         self._prompt = self._counter("prompt_tokens", "tokens of prompts")
@@ -368,13 +309,17 @@ class Engine(threading.Thread):
 
     def __init__(self, crowd: CrowdModel, slots: int, most_waiting: int, metrics: Metrics) -> None:
         super().__init__(name="ci_llm engine", daemon=True)
-        self._crowd, self._most_waiting, self._metrics = crowd, most_waiting, metrics
+        self._crowd = crowd
+        self._most_waiting = most_waiting
+        self._metrics = metrics
         self._decoder = Decoder(crowd, slots)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: deque[Job] = deque()
         self._pending: deque[Request] = deque()  # requests of open jobs that wait for a slot
         self._open: dict[Job, None] = {}  # in the order in which they left the queue
-        self._changed, self._stopping, self._abandons = threading.Condition(), False, False
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._abandons = False
         self._outbox: list[tuple[Job, Event]] = []
         self._seconds = 1.0  # the running mean of the seconds that a text takes
 
@@ -458,12 +403,11 @@ class Engine(threading.Thread):
                 self._open[job] = None
             job.admitted = time.monotonic()
             try:
-                requests = job.asked(self._crowd)
+                requests = job.begin(self._crowd)
             except Exception as error:
                 logger.exception("a text could not be begun")
                 self._fail([job], _failure(error))
                 continue
-            job.open.update(requests)
             self._pending.extend(requests)
             if not requests:  # only its prompt was read
                 self._end(job, Ended("length", 0))
@@ -495,8 +439,8 @@ class Engine(threading.Thread):
 
     def _take(self, job: Job, request: Request) -> None:
         try:
-            if job.take(request):
-                self._decoder.release(request)
+            job.take(request)
+            if request.finish is not None:
                 job.open.discard(request)
                 if not job.open:
                     self._end(job, job.close(self._crowd))
@@ -509,10 +453,9 @@ class Engine(threading.Thread):
         job.tell(end)
         now = time.monotonic()
         self._seconds += _FORGETS * (now - job.arrived - self._seconds)
-        if job.writes:
-            model = job.call.body.model
-            self._metrics.ended(model, end.reason, prompt=len(job.prompt), new=end.tokens)
-            self._metrics.timed(model, job.arrived, job.admitted, job.first or now, job.last or now, end.tokens)
+        model = job.call.body.model
+        self._metrics.ended(model, end.reason, prompt=len(job.prompt), new=end.tokens)
+        self._metrics.timed(model, job.arrived, job.admitted, job.first or now, job.last or now, end.tokens)
 
     def _fail(self, jobs: Iterable[Job], problem: ApiProblem) -> None:
         for job in [*jobs]:

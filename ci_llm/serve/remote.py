@@ -21,7 +21,8 @@ import aiohttp
 import numpy as np
 
 from ci_llm.crowd.aggregators import find_vote
-from ci_llm.crowd.generation import cut, final_answers
+from ci_llm.crowd.detokenizer import cut
+from ci_llm.crowd.generation import final_answers
 from ci_llm.crowd.pretrained import open_wording
 from ci_llm.errors import BadInput, CiLlmError
 from ci_llm.serve import Options
@@ -53,7 +54,11 @@ class Text:
     log_probability: float
 
     def told(self, confidence: float | None, agents: int, answers: Sequence[str] | None = None) -> tuple[Piece, Ended]:
-        """The events that report this text as the answer of so many agents."""
+        """The events that report this text as the answer.
+
+        Args:
+            agents: how many agents wrote it.
+        """
         reason = "stop" if self.is_complete else "length"
         return Piece(self.text), Ended(reason, len(self.ids), about(confidence, agents), answers)
 
@@ -70,7 +75,7 @@ def of_engine(options: Options) -> Service:
         prompter=prompter,
         names=names,
         crowd=options.name,
-        context=options.within(limit),
+        context=min(options.within(limit), limit - 1),  # scoring a text asks for one token more
         vocabulary=len(prompter.tokenizer),
         ends=prompter.ends,
         choices=options.slots + options.queue,
@@ -81,12 +86,12 @@ def of_engine(options: Options) -> Service:
     return Service(served, RemoteAgents(options, served, base, metrics), metrics, options)
 
 
-class Engine:
+class EngineClient:
     """A client of the server that holds the agents, by OpenAI's API; it is made on the event loop."""
 
     def __init__(self, options: Options, timeout: aiohttp.ClientTimeout) -> None:
-        self.url, key = (options.engine or "").rstrip("/"), options.engine_key
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self.url = (options.engine or "").rstrip("/")
+        headers = {"Authorization": f"Bearer {options.engine_key}"} if options.engine_key is not None else {}
         self.session = aiohttp.ClientSession(headers=headers, timeout=timeout)
 
     async def ask(self, path: str, body: Any = None) -> list[dict[str, Any]]:
@@ -112,7 +117,8 @@ class Engine:
 
 async def _asked(options: Options, names: Sequence[str], prompt: Sequence[int]) -> tuple[str | None, int]:
     """The name of the base on the server, None if it has none, and how many tokens every agent reads at most."""
-    engine, where = Engine(options, _STARTS), f"--engine {options.engine}"
+    engine = EngineClient(options, _STARTS)
+    where = f"--engine {options.engine}"
     try:
         limits = {str(model["id"]): model.get("max_model_len") for model in await engine.ask("models")}
     except (ApiProblem, *_MALFORMED) as problem:
@@ -144,8 +150,12 @@ class RemoteAgents:
     """
 
     def __init__(self, options: Options, served: Served, base: str | None, metrics: Metrics) -> None:
-        self._options, self._served, self._base, self._metrics = options, served, base, metrics
-        self._slots, self._free = options.slots, asyncio.Semaphore(options.slots)
+        self._options = options
+        self._served = served
+        self._base = base
+        self._metrics = metrics
+        self._slots = options.slots
+        self._free = asyncio.Semaphore(options.slots)
         self._tasks = dict[Job, asyncio.Task[None]]()
 
     @property
@@ -155,7 +165,8 @@ class RemoteAgents:
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
         """Open the connections; called on the event loop."""
-        self._loop, self._engine = loop, Engine(self._options, _PATIENCE)
+        self._loop = loop
+        self._engine = EngineClient(self._options, _PATIENCE)
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Start writing all of these texts, or refuse all.
@@ -256,10 +267,12 @@ class RemoteAgents:
             "logprobs": 1,
             "return_token_ids": True,
             **({"stop": call.body.stop} if call.body.stop else {}),
+            **({"ignore_eos": True} if call.body.ignore_eos else {}),
             **drawing,
         }
         [choice] = await self._engine.ask("completions", body)
-        text, complete = cut(str(choice["text"]), call.body.stop), choice["finish_reason"] == "stop"
+        text = cut(str(choice["text"]), call.body.stop)
+        complete = choice["finish_reason"] == "stop"
         tokenizer = self._served.prompter.tokenizer
         ids = choice.get("token_ids") or tokenizer(text, add_special_tokens=False)["input_ids"]
         if complete and not call.body.stop and not {*ids[-1:]} & call.decoding.ends:

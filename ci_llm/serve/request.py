@@ -21,11 +21,10 @@ from pydantic_core import from_json
 from starlette.responses import JSONResponse
 
 from ci_llm.crowd.aggregators import AGGREGATORS, find_vote
-from ci_llm.crowd.next_token import Decoding
+from ci_llm.crowd.next_token import BASE_ALONE, CROWD, Author, Decoding
 from ci_llm.crowd.uncertainty import Calibration, uncalibrated
 from ci_llm.data.prompts import Prompter
 from ci_llm.errors import CiLlmError
-from ci_llm.lora.reading import NOBODY
 
 #: Accepted, and without effect on an answer.
 HARMLESS: Final = {
@@ -255,7 +254,8 @@ def checked(kind: type[T], given: dict[str, Any]) -> T:
 def _problem(error: ValidationError) -> ApiProblem:
     """The problem of the first error."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    kind, place = str(first["type"]), [part for part in first["loc"] if part not in _BRANCHES]
+    kind = str(first["type"])
+    place = [part for part in first["loc"] if part not in _BRANCHES]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
     if kind == "extra_forbidden":
         told = f"Unrecognized request argument supplied: {param}{_REMOVED.get(param, '')}"
@@ -346,14 +346,14 @@ class Served:
     has_base: bool = True
 
     @property
-    def models(self) -> dict[str, int | None]:
-        """The models by name, each with the number of its agent, None for all agents, or `NOBODY` for the base."""
-        base = {BASE: NOBODY} if self.has_base else {}
-        return {self.crowd: None, **{name: k for k, name in enumerate(self.names)}, **base}
+    def models(self) -> dict[str, Author]:
+        """The models by name, each with the author of its texts."""
+        base = {BASE: BASE_ALONE} if self.has_base else {}
+        return {self.crowd: CROWD, **{name: k for k, name in enumerate(self.names)}, **base}
 
     @cached_property
     def characters(self) -> int:
-        """The most characters of a prompt, whatever a tokenizer may join or drop: so many longest tokens as fit."""
+        """The most characters of a prompt, whatever a tokenizer may join or drop: as if each token were the longest."""
         return self.context * max(map(len, self.prompter.tokenizer.get_vocab()))
 
     def require_few(self, given: dict[str, Any]) -> None:
@@ -378,7 +378,7 @@ class Served:
             raise self.too_long(param, f"sent {count} characters, of which at most {self.characters} fit")
 
     def require_choices(self, count: int) -> None:
-        """Raises ApiProblem if one request may not ask for so many answers."""
+        """Raises ApiProblem if a request asks for more answers than it may."""
         if count > self.choices:
             raise bad("n", f"one request may ask for at most {self.choices} answers")
 
@@ -394,7 +394,7 @@ class Call:
 
     Attributes:
         body: the request as it was sent.
-        who: the number of the agent that writes; None for the crowd, or `NOBODY` for the base alone.
+        author: the number of the agent that writes, `CROWD` or `BASE_ALONE`.
         prompts: the token ids of each prompt.
         decoding: how tokens are chosen.
         own: the field `ci_llm`, with the server's defaults.
@@ -403,7 +403,7 @@ class Call:
     """
 
     body: AnyBody
-    who: int | None
+    author: Author
     prompts: Sequence[Sequence[int]]
     decoding: Decoding
     own: Own
@@ -422,7 +422,7 @@ class Call:
     @property
     def votes(self) -> bool:
         """True if the crowd decides between whole texts."""
-        return self.who is None and find_vote(self.decoding.aggregator) is not None
+        return self.author is CROWD and find_vote(self.decoding.aggregator) is not None
 
     @property
     def decides_at_the_end(self) -> bool:
@@ -473,7 +473,7 @@ def call_of(body: AnyBody, prompts: Sequence[Sequence[int]], served: Served) -> 
         raise bad("prompt", "a prompt is empty")
     if any(token >= served.vocabulary for prompt in prompts for token in prompt):
         raise bad("prompt", f"expected token ids below {served.vocabulary}", "invalid_type")
-    who, own = served.models[body.model], _own(body, served)
+    own = _own(body, served)
     ends = frozenset() if body.ignore_eos else served.ends
     decoding = Decoding(
         max_new_tokens=_length(body, max(map(len, prompts)), served),
@@ -488,7 +488,7 @@ def call_of(body: AnyBody, prompts: Sequence[Sequence[int]], served: Served) -> 
         stop_strings=tuple(body.stop),
     )
     kind = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
-    return Call(body, who, prompts, decoding, own, f"{kind}-{uuid.uuid4().hex}")
+    return Call(body, served.models[body.model], prompts, decoding, own, f"{kind}-{uuid.uuid4().hex}")
 
 
 def unknown_model(name: str, served: Served) -> ApiProblem:
@@ -499,7 +499,9 @@ def unknown_model(name: str, served: Served) -> ApiProblem:
 
 def _length(body: AnyBody, longest: int, served: Served) -> int:
     """The limit of new tokens; a chat without one may continue to the end of the context."""
-    is_chat, left, wanted = isinstance(body, ChatBody), served.context - longest, body.max_tokens
+    is_chat = isinstance(body, ChatBody)
+    left = served.context - longest
+    wanted = body.max_tokens
     if (1 if wanted is None else wanted) > left:
         what = f"requested {longest} in the prompt and {wanted or 1} in the answer"
         raise served.too_long("messages" if is_chat else "prompt", what)
@@ -515,7 +517,10 @@ def _own(body: AnyBody, served: Served) -> Own:
         if said != Own():
             raise bad("ci_llm", f"only {served.crowd} takes it: {body.model} answers alone")
         return said
-    own = served.defaults.model_copy(update=said.model_dump(exclude_unset=True, exclude_none=True))
+    changes = said.model_dump(exclude_unset=True, exclude_none=True)
+    if not served.names:  # a base alone has no agents to include
+        changes["include_agents"] = False
+    own = served.defaults.model_copy(update=changes)
     name = own.aggregator or served.aggregators[0]
     reason = uncalibrated(served.calibration, name)
     if name not in served.aggregators:

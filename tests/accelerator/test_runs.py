@@ -63,4 +63,8 @@ def test_every_verb_after_a_run_computes_on_the_gpu(simulated: Simulated) -> Non
         waits = Counter(ran.waits(f"{number}: start"))
         # One for each token, those of the decoder's trial included.
         assert waits["crowd/next_token.py:choose"] == 40 + 3
-        assert not [place for place in waits if place.startswith(("crowd/decoder.py:_st", "crowd/decoder.py:_on_dev"))]
+        assert not [
+            place
+            for place in waits
+            if place.startswith(("crowd/decoder.py:_step", "crowd/decoder.py:_hidden", "crowd/decoder.py:_on_dev"))
+        ]

@@ -71,7 +71,7 @@ def test_agents_on_the_text_part_are_those_of_peft_on_the_whole_model(family: st
     AutoTokenizer.from_pretrained(BASE_FOLDER).save_pretrained(folder)
 
     crowd = Crowd(load_base(str(folder)).model, LoraSettings(num_agents=2, rank=4, alpha=8), str(folder))
-    crowd.choose_route()
+    crowd.base_model.choose_route()
     assert all("language_model." in name for name in crowd.storage.layers)
     assert len(crowd.storage.layers) == 2 * 7
     crowd.storage.weights.copy_(

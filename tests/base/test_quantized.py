@@ -90,7 +90,7 @@ def test_loss_and_gradients_are_those_of_the_dequantised_base_to_the_bit(
             assert torch.equal(found, expected)
         with torch.no_grad():
             crowd.eval()(packed)
-            with crowd.active_agent(0) as model:
+            with crowd.base_model.active_agent(0) as model:
                 model(input_ids=packed.input_ids[None, :5], use_cache=True)
         crowd.train()
 

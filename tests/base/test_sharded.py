@@ -91,7 +91,7 @@ def same_bits(name: str, dtype: str, checkpointing: bool = False, autocast: bool
     mixed = torch.bfloat16 if autocast else None
     plain, sharded, layers = both(name, dtype, mixed, **how)
     with torch.autocast("cpu", dtype=mixed, enabled=autocast):
-        assert sharded.choose_route() == plain.choose_route()
+        assert sharded.base_model.choose_route() == plain.base_model.choose_route()
     if checkpointing:
         for crowd in (plain, sharded):
             crowd.gradient_checkpointing_enable()

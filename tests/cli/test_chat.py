@@ -29,13 +29,13 @@ HELD = """
 import sys, time
 from pathlib import Path
 from ci_llm.cli.main import main
-from ci_llm.crowd.generation import TextSoFar
-update, held = TextSoFar.update, Path(sys.argv[2]).parent / "held"
+from ci_llm.crowd.detokenizer import IncrementalDetokenizer
+update, held = IncrementalDetokenizer.update, Path(sys.argv[2]).parent / "held"
 def stand_after_the_first_piece(self, ids):
-    while self._emitted and held.exists():
+    while self.text and held.exists():
         time.sleep(0.01)
     return update(self, ids)
-TextSoFar.update = stand_after_the_first_piece
+IncrementalDetokenizer.update = stand_after_the_first_piece
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -370,7 +370,7 @@ def peft_folders(place: Path, count: int, **changes: Any) -> list[Path]:
 
 def logits_of(crowd: Crowd, agent: int) -> Tensor:
     ids = torch.arange(5, 17)[None]
-    with torch.no_grad(), crowd.eval().active_agent(agent) as model:
+    with torch.no_grad(), crowd.eval().base_model.active_agent(agent) as model:
         logits: Tensor = model(input_ids=ids).logits
         return logits
 

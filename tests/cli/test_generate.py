@@ -20,6 +20,7 @@ from ci_llm import Crowd
 from ci_llm.cli import main
 from ci_llm.core.run_status import Status, pid_space
 from ci_llm.crowd import given_path
+from ci_llm.crowd.uncertainty import Calibration, Logistic
 from ci_llm.embedded import BASE_FOLDER, rows
 from tests.support.children import Child, command, python
 from tests.support.crowds import K, save_crowd
@@ -97,6 +98,33 @@ def test_a_terminal_shows_how_sure_the_crowd_is(
     assert len(shown) == 3
     assert all(f"> {question}".startswith(line) for line, question in zip(shown, QUESTIONS, strict=True))
     assert all(len(line) <= 80 for line in told)
+
+
+def test_a_chat_with_tools_is_shown_by_its_last_message(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "tools": [{"name": "add"}]}
+    file = tmp_path / "chats.jsonl"
+    file.write_text(f"{json.dumps(chat)}\n" * 2)
+    shown = asked(capsys, run, "--file", file, "--agents", "--max-new-tokens", "1").splitlines()
+    prompts = [line.removesuffix(" ...") for line in shown if line.startswith("> ")]
+    assert len(prompts) == 2
+    assert all(f"> {QUESTIONS[0]}".startswith(prompt) for prompt in prompts)
+
+
+def test_an_answer_that_is_withheld_is_not_shown_beside_those_of_the_agents(
+    crowd: Crowd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    never = Calibration(Logistic((0.0,) * 5, -9.0), 0, "probability", 9, "here")
+    write = crowd.save_pretrained
+    crowd.calibration = never
+    try:
+        write(tmp_path / "saved")
+    finally:
+        crowd.calibration = None
+    words = [tmp_path / "saved", QUESTIONS[0], *SHORT, "--agents", "--abstain-below", "0.5"]
+    shown = asked(capsys, *words)
+    assert shown.startswith("crowd   [no answer: it is too unsure]\nagent0  ")
 
 
 # Bad input

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ci_llm.cli import asking
+from ci_llm.cli import answering
 from ci_llm.cli.main import main
 from ci_llm.errors import BadInput
 from tests.cli.test_checkpoints import make_run, verb
@@ -83,7 +83,7 @@ def test_a_crowd_in_a_mirror_is_asked_in_a_copy_of_its_final_checkpoint(
         opened.append(Path(path))
         raise BadInput("it is not a crowd")
 
-    monkeypatch.setattr(asking, "open_run", noted)
+    monkeypatch.setattr(answering, "open_run", noted)
     assert main(["generate", url, "a"]) == 2
     assert [path.name for path in opened if path.is_dir()] == ["final_checkpoint"]
 

@@ -10,7 +10,7 @@ import torch
 
 from ci_llm import Crowd
 from ci_llm.crowd.aggregators import AGGREGATORS, aggregate, find_vote, is_mean
-from ci_llm.crowd.asking import Answer
+from ci_llm.crowd.answering import Answer
 from ci_llm.crowd.generation import read_texts
 from ci_llm.crowd.metrics import final_answer
 from ci_llm.crowd.next_token import Decoding
@@ -67,7 +67,7 @@ def log_probability(crowd: Crowd, prompt: list[int], text: list[int]) -> float:
     """The log-probability of a text under the mean of the agents, by K full passes over this text alone."""
     each = []
     for k in range(K):
-        with crowd.active_agent(k) as model:
+        with crowd.base_model.active_agent(k) as model:
             logits = model(input_ids=torch.tensor([prompt + text]), use_cache=False).logits[0, len(prompt) - 1 : -1]
         each.append(logits.double().log_softmax(-1))
     mean = torch.stack(each).exp().mean(0).log()

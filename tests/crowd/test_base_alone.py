@@ -26,7 +26,7 @@ def test_the_nll_is_that_of_the_plain_model(family: str, route: Any) -> None:
     crowd = Crowd(copy.deepcopy(plain), LoraSettings(num_agents=2, agents=({"rank": 2}, {"rank": 4})), "toy").eval()
     with torch.no_grad():
         crowd.storage.weights.normal_(0, 0.5, generator=torch.Generator().manual_seed(1))
-    crowd.route = route
+    crowd.base_model.route = route
     before, rows = crowd.storage.weights.clone(), batch((7, 5))
     with crowd.without_agents():
         found = score(crowd, [rows], "logit")

@@ -13,7 +13,7 @@ import torch
 from ci_llm import Crowd
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.core.durable import write_json
-from ci_llm.crowd.asking import Answer
+from ci_llm.crowd.answering import Answer
 from ci_llm.crowd.exporting import prepare
 from ci_llm.crowd.pretrained import weights_fingerprint
 from ci_llm.crowd.uncertainty import Calibration, Logistic, fit, fit_temperature, signals

@@ -21,7 +21,7 @@ def by_hand(crowd: Crowd, agent: int, n: int) -> torch.Tensor:
     assert crowd.prompter is not None
     row = crowd.prompter.row(PROMPTS[n], ANSWERS[n])
     ids = torch.from_numpy(row.input_ids).long()
-    with torch.no_grad(), crowd.active_agent(agent) as model:
+    with torch.no_grad(), crowd.base_model.active_agent(agent) as model:
         logits = model(input_ids=ids[None], use_cache=False).logits[0].log_softmax(-1)
     return torch.stack([logits[at - 1, ids[at]] for at in range(len(ids)) if row.supervised[at]]).double()
 
@@ -45,7 +45,7 @@ def test_an_agent_is_a_plain_peft_model_that_answers_alone(crowd: Crowd, tmp_pat
     for number in range(K):
         agent = crowd[number]
         assert isinstance(agent, PeftModel)
-        with torch.no_grad(), crowd.active_agent(number) as model:
+        with torch.no_grad(), crowd.base_model.active_agent(number) as model:
             wanted = model(input_ids=ids, use_cache=False).logits
             torch.testing.assert_close(agent(input_ids=ids).logits, wanted, rtol=1e-5, atol=1e-5)
             text = agent.generate(input_ids=ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]

@@ -14,12 +14,12 @@ import torch
 from ci_llm import Crowd
 from ci_llm.crowd import aggregators
 from ci_llm.crowd import decoder as decoder_module
-from ci_llm.crowd.decoder import Columns, Decoder, Piece, Pieces, column_attention
-from ci_llm.crowd.next_token import CROWD, Decoding, Request, choose
+from ci_llm.crowd.decoder import Decoder
+from ci_llm.crowd.kv_cache import Chunk, Chunks, KVCache, SequenceGroup, cached_attention
+from ci_llm.crowd.next_token import BASE_ALONE, CROWD, Decoding, Request, choose
 from ci_llm.embedded import BASE_FOLDER, rows
 from ci_llm.errors import ModelError
 from ci_llm.lora import onednn
-from ci_llm.lora.reading import NOBODY
 from tests.lora.test_adapters import K, crowd_of
 from tests.lora.test_kernels import ByOneDnn
 from tests.support.campaign import sampled, size
@@ -30,7 +30,7 @@ from tools.testbed.tiny import base, batch, example
 #: Within one block, over several, and whole blocks.
 PROMPTS = [example(n, seed=n).input_ids.tolist() for n in (3, 11, 16, 6, 35, 64, 17)]
 GREEDY = Decoding(max_new_tokens=12)
-EVERYBODY = (CROWD, *range(K), NOBODY)
+EVERYBODY = (CROWD, *range(K), BASE_ALONE)
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +86,12 @@ def reference(crowd: Crowd, who: int | None, prompt: Sequence[int]) -> tuple[lis
 )
 def test_crowd_agents_and_base_write_the_texts_of_full_passes(family: str) -> None:
     crowd = moved(crowd_of(base(family, torch.float32)))
-    assert crowd.route == "packed"
+    assert crowd.base_model.route == "packed"
     requests = mixed(PROMPTS[:5:2])
     written(crowd, requests, slots=9, budget=32)
     for request in requests:
         found = request.tokens, [each.log_probability for each in request.chosen]
-        assert found == reference(crowd, request.who, request.prompt)
+        assert found == reference(crowd, request.author, request.prompt)
     assert len({tuple(request.tokens) for request in requests}) > 9, "a mix-up would not be seen"
 
 
@@ -99,15 +99,15 @@ def test_the_trial_accepts_a_rounding_difference_and_refuses_a_wrong_column(
     llama: Crowd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoder_module, "distance", lambda *_: 1.0)  # of some token, in bf16
-    monkeypatch.setattr(llama, "decodes", None)
+    monkeypatch.setattr(llama.base_model, "decodes", None)
     assert decoder_module.decodes(llama)
-    monkeypatch.setattr(llama, "decodes", None)
-    extended = Columns.extended
+    monkeypatch.setattr(llama.base_model, "decodes", None)
+    update = KVCache.update
 
-    def shifted(columns: Columns, layer: int, start: int, *new: torch.Tensor) -> torch.Tensor:
-        return extended(columns, layer, start, *(each.roll(1, -2) for each in new))
+    def shifted(cache: KVCache, layer: int, start: int, *new: torch.Tensor) -> torch.Tensor:
+        return update(cache, layer, start, *(each.roll(1, -2) for each in new))
 
-    monkeypatch.setattr(Columns, "extended", shifted)
+    monkeypatch.setattr(KVCache, "update", shifted)
     assert not decoder_module.decodes(llama)
 
 
@@ -116,14 +116,14 @@ def test_products_use_onednn_where_it_is_faster(is_faster: bool, monkeypatch: py
     monkeypatch.setattr(onednn, "onednn_is_faster", lambda: is_faster)
     crowd = moved(crowd_of(base("qwen2", torch.float32)))  # q, k and v have a bias
     requests = [Request(PROMPTS[1], GREEDY, who) for who in EVERYBODY]
-    crowd.reordered(torch.float32)  # with its trials
+    crowd.base_model.reordered(torch.float32)  # with its trials
     with ByOneDnn() as asked:
         written(crowd, requests)
     passes = 1 + 2 * (GREEDY.max_new_tokens - 1)  # of crowd and agents, who read the prompt together, and of the base
     assert asked.count == (is_faster and (passes + 1) * (2 * 7 + 1))
     for request in requests:
         found = request.tokens, [each.log_probability for each in request.chosen]
-        assert found == reference(crowd, request.who, request.prompt)
+        assert found == reference(crowd, request.author, request.prompt)
     with ByOneDnn() as asked, torch.no_grad():
         crowd(batch())
     assert asked.count == 0, "what scores texts keeps its bits"
@@ -148,14 +148,14 @@ def test_the_bits_of_a_text_do_not_depend_on_other_texts(monkeypatch: pytest.Mon
     """On the embedded base; the products of the toys are so small that MKL takes another kernel for every size."""
     crowd = disturbed_crowd()
     assert crowd.prompter is not None
-    layouts, states = set[tuple[str, int, int]](), Decoder._states
+    layouts, states = set[tuple[str, int, int]](), Decoder._hidden_states
 
-    def seen(decoder: Decoder, laid: Any) -> torch.Tensor:
-        agents = len({part.of.who for part, _ in laid.laid} - {CROWD, NOBODY})
-        layouts.add((laid.kind, len(laid.ids), min(agents, 2)))
-        return states(decoder, laid)
+    def seen(decoder: Decoder, batch: Any) -> torch.Tensor:
+        agents = len({chunk.group.author for chunk in batch.chunks} - {CROWD, BASE_ALONE})
+        layouts.add((batch.kind, len(batch.ids), min(agents, 2)))
+        return states(decoder, batch)
 
-    monkeypatch.setattr(Decoder, "_states", seen)
+    monkeypatch.setattr(Decoder, "_hidden_states", seen)
     prompts = [crowd.prompter.ids(row["question"]) for row in rows("test")[:3]]
     wanted = mixed(prompts)
     for request in wanted:
@@ -180,7 +180,7 @@ def test_a_prompt_is_read_once_for_the_crowd_and_its_agents_and_for_several_samp
     decoder = written(llama, requests)
     assert decoder.read == len(PROMPTS[4])
     assert len({tuple(request.tokens) for request in requests}) == len(requests)
-    alone = [Request(r.prompt, drawn, r.who, r.key) for r in requests]
+    alone = [Request(r.prompt, drawn, r.author, r.key) for r in requests]
     for request in alone:
         written(llama, [request])
     assert bits(alone) == bits(requests)
@@ -195,26 +195,28 @@ def test_texts_that_lie_together_are_attended_to_as_each_is_alone(window: int | 
     lying = [torch.randn(2, many, 2, length, 8, generator=drawn) for many in (4, rows)]
     places = {0: (0, 0), 2: (1, 0), 3: (0, 1)}  # of a row of columns, row and place in the pass
 
-    def columns(held: torch.Tensor) -> Columns:
-        found = Columns(held.shape[1])
-        found.extended(0, 0, held)
+    def cached(held: torch.Tensor) -> KVCache:
+        found = KVCache(held.shape[1])
+        found.update(0, 0, held)
         return found
 
-    def attended(*pieces: Piece) -> torch.Tensor:
-        laid = Pieces(pieces, query.device)
-        layer: Any = SimpleNamespace(layer_idx=0)
-        given: dict[str, Any] = {"sliding_window": window, "softcap": softcap, "pieces": laid}
-        return column_attention(layer, query, key, value, None, **given)[0]
+    def chunk(cache: KVCache, own: Sequence[int], at: int, rows_of_pass: range) -> Chunk:
+        return Chunk(SequenceGroup([], CROWD, [], cache, own), [5], length, at, rows_of_pass)
 
-    common, of_all = columns(lying[0]), columns(lying[1])
-    each = [Piece(common, [own], length, length + 1, at, range(row, row + 1)) for own, (row, at) in places.items()]
-    found = attended(*each, Piece(of_all, range(rows), length, length + 1, 2, range(rows)))
+    def attended(*each: Chunk) -> torch.Tensor:
+        layer: Any = SimpleNamespace(layer_idx=0)
+        given: dict[str, Any] = {"sliding_window": window, "softcap": softcap, "chunks": Chunks(each, query.device)}
+        return cached_attention(layer, query, key, value, None, **given)[0]
+
+    common, of_all = cached(lying[0]), cached(lying[1])
+    each = [chunk(common, [own], at, range(row, row + 1)) for own, (row, at) in places.items()]
+    found = attended(*each, chunk(of_all, range(rows), 2, range(rows)))
     for own, (row, at) in places.items():
-        alone = attended(Piece(columns(lying[0][:, [own]]), [0], length, length + 1, at, range(row, row + 1)))
+        alone = attended(chunk(cached(lying[0][:, [own]]), [0], at, range(row, row + 1)))
         assert torch.equal(found[row, at], alone[row, at])
-        smaller = common.copied([own])
+        smaller = common.copy([own])
         assert torch.equal(smaller.layers[0][:, 0], common.layers[0][:, own])
-    alone = attended(Piece(columns(lying[1]), range(rows), length, length + 1, 2, range(rows)))
+    alone = attended(chunk(cached(lying[1]), range(rows), 2, range(rows)))
     assert torch.equal(found[:, 2], alone[:, 2])
     assert not alone[:, :2].any()
 
@@ -236,7 +238,7 @@ def test_a_prompt_reuses_the_cached_prefix_of_another(llama: Crowd) -> None:
     both.admit(later)
     assert set(both.step()) >= {*later}, "a beginning that is there keeps nobody waiting for others that have it too"
     decoder, reused = Decoder(llama), []
-    for number, who in ((1, CROWD), (0, 1), (0, NOBODY)):
+    for number, who in ((1, CROWD), (0, 1), (0, BASE_ALONE)):
         decoder.admit([Request(prompts[number], GREEDY, who)])
         decoder.step()
         reused.append(decoder.reused)
@@ -341,17 +343,17 @@ def test_memory_that_runs_out_in_a_copy_changes_no_text(llama: Crowd, monkeypatc
     written(llama, wanted)
     decoder = Decoder(llama, len(found))
 
-    def no_memory(*_: Any) -> Columns:
+    def no_memory(*_: Any) -> KVCache:
         raise torch.OutOfMemoryError("no memory for a copy")
 
     decoder.admit(found)
     with monkeypatch.context() as patch:
-        patch.setattr(Columns, "copied", no_memory)
+        patch.setattr(KVCache, "copy", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             decoder.step()
     assert not any(request.tokens for request in found)
     decoder.step()
-    monkeypatch.setattr(Columns, "copied", no_memory)  # while texts end
+    monkeypatch.setattr(KVCache, "copy", no_memory)  # while texts end
     while decoder.open:
         decoder.step()
     assert [request.tokens for request in found] == [request.tokens for request in wanted]

@@ -94,7 +94,7 @@ def saved_crowd(place: Path, family: str) -> Crowd:
 def logits_of(crowd: Crowd) -> list[Tensor]:
     found = []
     for k in range(crowd.num_agents):
-        with torch.no_grad(), crowd.active_agent(k) as model:
+        with torch.no_grad(), crowd.base_model.active_agent(k) as model:
             found.append(model(input_ids=IDS).logits)
     return found
 

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PegasusConfig, 
 from ci_llm import Crowd
 from ci_llm.base.load import load_base
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.crowd import decoder as decoder_module
 from ci_llm.crowd.aggregators import aggregate
 from ci_llm.crowd.decoder import decodes
 from ci_llm.crowd.generation import Wanted, generate_each
+from ci_llm.crowd.kv_cache import KVCache
 from ci_llm.crowd.next_token import Chosen, Decoding, Generated, Request, choose, generate_key
 from ci_llm.data.encoder import Encoder
 from ci_llm.data.prompts import Prompter, last_answer
@@ -87,18 +87,18 @@ def test_a_base_that_is_not_padding_invariant_reads_one_prompt_at_a_time() -> No
 def test_an_error_of_the_base_in_generation_is_one_message(
     llama: Crowd, by_decoder: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llama, "decodes", by_decoder)
+    monkeypatch.setattr(llama.base_model, "decodes", by_decoder)
     monkeypatch.setattr(llama.model.model.norm, "forward", lambda *_, **__: {}["cache"])
     with pytest.raises(ModelError, match=r"LlamaForCausalLM cannot generate \(KeyError: 'cache'\)"):
         llama.generate_ids(PROMPTS[:1], GREEDY)
 
 
 def test_generation_leaves_the_crowd_as_it_was(llama: Crowd) -> None:
-    llama.route = "packed"
+    llama.base_model.route = "packed"
     llama.train()
     kept = llama.model.generation_config
     llama.generate_ids(PROMPTS, GREEDY)
-    assert (llama.route, llama.training, llama.model.generation_config) == ("packed", True, kept)
+    assert (llama.base_model.route, llama.training, llama.model.generation_config) == ("packed", True, kept)
     llama.eval()
 
 
@@ -287,7 +287,7 @@ def test_the_decoder_and_transformers_write_the_same(choices: dict[str, Any]) ->
     )
     found = {}
     for by_decoder, at_a_time in ((False, 3), (True, 3), (True, 2), (True, 1)):
-        crowd.decodes = by_decoder
+        crowd.base_model.decodes = by_decoder
         found[by_decoder, at_a_time] = list(generate_each(crowd, enumerate(PROMPTS), how, at_a_time))
     pairs = [
         (ours, theirs) for size in (3, 2, 1) for ours, theirs in zip(found[True, size], found[False, 3], strict=True)
@@ -299,15 +299,15 @@ def test_the_decoder_and_transformers_write_the_same(choices: dict[str, Any]) ->
 
 
 def test_the_decoder_serves_only_bases_that_it_reproduces(llama: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama, "decodes", None)
+    monkeypatch.setattr(llama.base_model, "decodes", None)
     assert decodes(llama)
-    monkeypatch.setattr(llama, "decodes", None)
-    monkeypatch.setattr(llama, "route", "padded")
+    monkeypatch.setattr(llama.base_model, "decodes", None)
+    monkeypatch.setattr(llama.base_model, "route", "padded")
     assert not decodes(llama)
     monkeypatch.undo()
-    monkeypatch.setattr(llama, "decodes", None)
-    real = decoder_module.Columns.extended
-    monkeypatch.setattr(decoder_module.Columns, "extended", lambda self, layer, *rest: real(self, 0 * layer, *rest))
+    monkeypatch.setattr(llama.base_model, "decodes", None)
+    real = KVCache.update
+    monkeypatch.setattr(KVCache, "update", lambda self, layer, *rest: real(self, 0 * layer, *rest))
     assert not decodes(llama), "its layers share one cache"
 
 

@@ -45,7 +45,7 @@ def test_one_adapter_for_every_agent_gives_its_logits(tmp_path: Path) -> None:
     ids = torch.arange(3, 12)[None]
     wanted = adapter.eval()(input_ids=ids).logits
     for k in range(2):
-        with made.eval().active_agent(k) as model:
+        with made.eval().base_model.active_agent(k) as model:
             torch.testing.assert_close(model(input_ids=ids).logits, wanted)
 
 

@@ -78,7 +78,7 @@ def test_a_nonfinite_agent_changes_no_bit_of_another() -> None:
 def test_each_agent_is_exported_with_its_own_rank_and_targets(tmp_path: Path) -> None:
     model = base(dtype=torch.float32)
     crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=(SMALL, ATTENTION, LARGE)), "toy").eval()
-    crowd.choose_route()
+    crowd.base_model.choose_route()
     with torch.no_grad():
         for k, row in enumerate(crowd.storage.rows):
             row.copy_(torch.randn(row.shape, generator=torch.Generator().manual_seed(k)) * 0.1)
@@ -93,7 +93,7 @@ def test_each_agent_is_exported_with_its_own_rank_and_targets(tmp_path: Path) ->
         opened = peft.PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()
         with torch.no_grad():
             theirs = opened(input_ids=packed.input_ids[None]).logits[0]
-            with crowd.active_agent(k) as alone:
+            with crowd.base_model.active_agent(k) as alone:
                 here = alone(input_ids=packed.input_ids[None]).logits[0]
         torch.testing.assert_close(ours[k], theirs, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(here, theirs, rtol=1e-5, atol=1e-5)

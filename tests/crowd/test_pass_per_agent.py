@@ -199,7 +199,7 @@ def test_a_pass_that_fails_leaves_the_crowd_as_it_was() -> None:
     crowd.model.get_input_embeddings().register_forward_hook(lambda *_: seen.append(crowd.storage.reading.agents))
 
     def fail() -> None:
-        for part in crowd.parts(crowd.for_all(rows)):
+        for part in crowd.passes_of(crowd.for_all(rows)):
             crowd(part)
             if len(seen) == 2:
                 raise ZeroDivisionError

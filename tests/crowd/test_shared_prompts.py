@@ -61,7 +61,7 @@ def test_losses_and_gradients_are_those_of_whole_rows(name: str, pass_per_agent:
     if name == "kto":  # its rows have one answer each, and nothing is shared
         units = [unit_of(unit.branches[:1], n % 2) for n, unit in enumerate(units)]
     wanted = step(heads, name, units, (5,))
-    heads.shares_prompts = True
+    heads.base_model.shares_prompts = True
     for cuts in ((5,), (2, 5), (1, 2, 3, 4, 5)):
         found = step(heads, name, units, cuts)
         for one, other in zip(found, wanted, strict=True):
@@ -88,7 +88,7 @@ def test_agents_with_rows_of_their_own_share_as_well(pass_per_agent: bool) -> No
     rows = owned((pack(units[:2], range(2)), pack(units[2:], range(3))))
     objective = Preferences(objective_of("dpo", [Config(objective="dpo")] * K), crowd)
     found = []
-    for crowd.shares_prompts in (False, True):
+    for crowd.base_model.shares_prompts in (False, True):
         found.append(step_of(crowd, objective, [rows]))  # type: ignore[list-item]
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
@@ -99,9 +99,9 @@ def test_fewer_tokens_go_through_the_base() -> None:
     layer = next(iter(crowd.storage.layers.values()))
     layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[-2]))
     with torch.no_grad():
-        for crowd.shares_prompts in (False, True):
+        for crowd.base_model.shares_prompts in (False, True):
             crowd(batch)
-        with crowd.plain():  # what is evaluated has the bits of a saved crowd
+        with crowd.base_model.plain():  # what is evaluated has the bits of a saved crowd
             crowd(batch)
     assert seen == [batch.num_tokens, batch.num_tokens - sum(batch.shared), batch.num_tokens]
 
@@ -174,11 +174,11 @@ def tiny(kind: str, **more: Any) -> Crowd:
 )
 def test_families_with_windows_soft_caps_and_learned_positions_share(kind: str, more: dict[str, Any]) -> None:
     crowd = tiny(kind, **more)
-    assert crowd.choose_route() is None
-    assert crowd.share_prompts() is None
+    assert crowd.base_model.choose_route() is None
+    assert crowd.base_model.share_prompts() is None
     crowd.train()
     found = []
-    for crowd.shares_prompts in (False, True):
+    for crowd.base_model.shares_prompts in (False, True):
         found.append(step(crowd, "dpo", pairs(), (5,)))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)  # their norms are in fp32
@@ -207,15 +207,15 @@ def test_a_base_that_computes_something_else_keeps_whole_rows(
     crowd = crowd_of(torch.float32)
     before = crowd.storage.weights.clone()
     monkeypatch.setattr(Segments, "with_prompts", broken)
-    assert why in (crowd.share_prompts() or "")
-    assert not crowd.shares_prompts
+    assert why in (crowd.base_model.share_prompts() or "")
+    assert not crowd.base_model.shares_prompts
     assert torch.equal(crowd.storage.weights, before)
     monkeypatch.undo()
-    crowd.route = "padded"
-    assert crowd.share_prompts() == "rows are padded"
-    crowd.route = "packed"
-    assert crowd.share_prompts() is None
-    assert crowd.shares_prompts
+    crowd.base_model.route = "padded"
+    assert crowd.base_model.share_prompts() == "rows are padded"
+    crowd.base_model.route = "packed"
+    assert crowd.base_model.share_prompts() is None
+    assert crowd.base_model.shares_prompts
 
 
 def test_padded_rows_are_computed_whole() -> None:
@@ -223,5 +223,5 @@ def test_padded_rows_are_computed_whole() -> None:
     batch: Batch = pack(pairs(), range(5))
     with torch.no_grad():
         wanted = crowd(batch).log_probs
-        crowd.shares_prompts, crowd.route = True, "padded"
+        crowd.base_model.shares_prompts, crowd.base_model.route = True, "padded"
         torch.testing.assert_close(crowd(batch).log_probs, wanted, rtol=0, atol=1e-6)

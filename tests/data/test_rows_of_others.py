@@ -10,7 +10,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
-from ci_llm.cli.asking import lines_of
+from ci_llm.cli.answering import lines_of
 from ci_llm.cli.main import main
 from ci_llm.config import Config
 from ci_llm.data.prompts import prompts_of_file, prompts_of_lines

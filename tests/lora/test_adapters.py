@@ -32,7 +32,7 @@ COARSE = {"gemma2": 1e-6, "bloom": 1e-6, "mixtral": 1e-5, "gpt_oss": 1e-5, "phim
 
 def crowd_of(model: Any, **settings: Any) -> Crowd:
     crowd = Crowd(model, LoraSettings(**{"num_agents": K, "rank": 4, "alpha": 8, **settings}), base_name="toy")
-    crowd.choose_route()
+    crowd.base_model.choose_route()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         crowd.storage.weights.copy_(torch.randn(crowd.storage.weights.shape, generator=generator) * 0.1)
@@ -92,7 +92,7 @@ PACKED = ["llama", "qwen2", "qwen3", "gpt_neox", "phi", "gpt2", "mistral", "gemm
 def test_loss_and_gradients_equal_peft(family: str, dtype: torch.dtype, route: str) -> None:
     model = base(family, dtype)
     crowd = crowd_of(copy.deepcopy(model))
-    assert crowd.route == route
+    assert crowd.base_model.route == route
     compare_with_peft(crowd, model, batch(), COARSE.get(family, 1e-6 if dtype == torch.float32 else 1e-12))
 
 
@@ -101,7 +101,7 @@ def test_loss_and_gradients_equal_peft(family: str, dtype: torch.dtype, route: s
 def test_the_padded_route_equals_peft(family: str) -> None:
     model = base(family)
     crowd = crowd_of(copy.deepcopy(model))
-    crowd.route = "padded"
+    crowd.base_model.route = "padded"
     compare_with_peft(crowd, model, batch(), 1e-12)
 
 
@@ -128,9 +128,9 @@ def test_a_window_longer_than_the_rows_of_the_trial_is_not_lost(
     config = AutoConfig.for_model(family, **{**sizes, **window, **changed})
     torch.manual_seed(0)
     crowd = crowd_of(AutoModelForCausalLM.from_config(config).float())
-    assert crowd.route == route
+    assert crowd.base_model.route == route
     long = batch((100, 5))
-    with torch.no_grad(), crowd.eval().active_agent(1) as model:
+    with torch.no_grad(), crowd.eval().base_model.active_agent(1) as model:
         wanted = model(input_ids=long.input_ids[None, :100], use_cache=False).logits[0]
     with torch.no_grad():
         torch.testing.assert_close(crowd.head.logits(crowd.states(long))[1, :100], wanted, rtol=1e-4, atol=1e-4)
@@ -205,7 +205,7 @@ def test_without_gradients_a_layer_gives_the_same_numbers_past_autograd(
     agent: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crowd, rows = crowd_of(base()).eval(), batch()
-    with crowd.read_by(agent):
+    with crowd.base_model.read_by(agent):
         wanted = crowd.states(rows)
         assert wanted.requires_grad
         monkeypatch.setattr(FusedLinear, "apply", None)
@@ -216,7 +216,7 @@ def test_without_gradients_a_layer_gives_the_same_numbers_past_autograd(
 def test_the_stack_of_one_agent_follows_its_weights() -> None:
     crowd, rows, found = crowd_of(base()).eval(), batch(), []
     for _ in range(2):
-        with crowd.read_by(1), torch.no_grad():
+        with crowd.base_model.read_by(1), torch.no_grad():
             found.append(crowd.states(rows))
         crowd.storage.restack()
         crowd.storage.weights.zero_()
@@ -361,14 +361,14 @@ def test_target_modules_as_in_peft() -> None:
 @pytest.mark.slow
 def test_a_non_causal_base_is_refused() -> None:
     with pytest.raises(ModelError, match="not a causal language model"):
-        Crowd(base("bert", torch.float32), LoraSettings(), "toy").choose_route()
+        Crowd(base("bert", torch.float32), LoraSettings(), "toy").base_model.choose_route()
 
 
 def test_a_base_with_a_weight_that_is_not_finite_is_refused() -> None:
     model = base()
     next(model.parameters()).data[:, 0] = torch.nan
     with pytest.raises(ModelError, match="gives NaN for logits: some of its weights are not finite"):
-        Crowd(model, LoraSettings(), "toy").choose_route()
+        Crowd(model, LoraSettings(), "toy").base_model.choose_route()
 
 
 def test_layers_whose_weight_the_base_reads_itself_carry_no_agents() -> None:
@@ -392,4 +392,4 @@ def test_a_weight_that_is_read_past_its_agents_is_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(targets, "_passed_by", lambda *_: False)
     crowd = Crowd(base("mamba"), LoraSettings(), "toy")
     with pytest.raises(ModelError, match=r"reads the weight of backbone\.layers\.0\.mixer\.dt_proj itself"):
-        crowd.choose_route()
+        crowd.base_model.choose_route()

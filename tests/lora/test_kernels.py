@@ -47,7 +47,7 @@ def crowd_of(model: Any, parts: tuple[str, ...] = (), **settings: Any) -> Crowd:
     crowd = Crowd(model, LoraSettings(**{"num_agents": 3, "rank": 4, **settings}), "toy").train()
     with torch.no_grad():
         crowd.storage.weights.copy_(random(*crowd.storage.weights.shape) * 0.1)
-    crowd.compute_fast(parts)
+    crowd.base_model.compute_fast(parts)
     return crowd
 
 
@@ -56,7 +56,7 @@ def learned(crowd: Crowd, rows: Any = None, agent: int | None = None) -> tuple[T
     crowd.storage.begin_step(0)
     crowd.storage.begin_micro_step(0, 0, 0)
     torch.manual_seed(0)
-    with crowd.read_by(agent):
+    with crowd.base_model.read_by(agent):
         loss = sum(output.loss for output in crowd(crowd.for_all(batch()) if rows is None else rows))
         loss.backward()
     return loss.detach(), crowd.storage.gradients.clone()
@@ -173,13 +173,13 @@ def test_onednn_is_taken_by_kind_of_processor(monkeypatch: pytest.MonkeyPatch) -
 def test_nothing_of_it_is_left_where_it_is_given_back() -> None:
     crowd = crowd_of(base(dtype=torch.float32))
     before = learned(crowd)
-    crowd.compute_fast(PARTS)
+    crowd.base_model.compute_fast(PARTS)
     assert not torch.equal(learned(crowd)[1], before[1])
     assert not any("forward" in vars(module) for module in crowd[0].modules())
     assert any("forward" in vars(module) for module in crowd.model.modules())
-    crowd.compute_fast(())
+    crowd.base_model.compute_fast(())
     assert torch.equal(learned(crowd)[1], before[1])
-    crowd.compute_fast(PARTS)
+    crowd.base_model.compute_fast(PARTS)
     assert not any("forward" in vars(module) for module in crowd.detach().modules())
 
 
@@ -246,7 +246,7 @@ def test_without_gradients_joined_layers_give_the_numbers_of_each(agent: int | N
     for parts in ((), ("joined",)):
         crowd = crowd_of(base(dtype=torch.float32), parts)
         crowd.storage.begin_step(0)
-        with torch.no_grad(), crowd.read_by(agent):
+        with torch.no_grad(), crowd.base_model.read_by(agent):
             found.append(crowd.states(batch()))
     assert torch.equal(*found)
 
@@ -267,12 +267,12 @@ def test_an_agent_joins_the_layers_that_it_adapts_whatever_others_adapt() -> Non
     found = []
     for agents in ((few,), ({"seed": 4}, few)):
         crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=agents), "toy").train()
-        crowd.compute_fast(PARTS)
+        crowd.base_model.compute_fast(PARTS)
         crowd.storage.pass_per_agent = True
         row = crowd.storage.rows[-1]
         row.data.copy_(random(*row.shape) * 0.1)
         crowd.storage.begin_step(0)
-        for part in crowd.parts(crowd.for_all(batch())):
+        for part in crowd.passes_of(crowd.for_all(batch())):
             crowd(part)[0].loss.backward()
         found.append(crowd.storage.gradients[-1, : len(row)].clone())
     assert found[0].any()

@@ -140,26 +140,26 @@ def test_a_sharded_or_a_missing_weight_is_not_reordered() -> None:
 
 def test_a_crowd_reorders_once_and_again_after_its_base_has_changed() -> None:
     crowd = crowd_of(base("llama", torch.float32)).eval()
-    first = crowd.reordered(torch.float32)
-    assert crowd.reordered(torch.float32) is first
+    first = crowd.base_model.reordered(torch.float32)
+    assert crowd.base_model.reordered(torch.float32) is first
     layer = next(iter(crowd.storage.layers.values()))
     with torch.no_grad():
         layer.base_layer.weight.mul_(2)  # type: ignore[operator, union-attr]
-    again = crowd.reordered(torch.float32)
+    again = crowd.base_model.reordered(torch.float32)
     assert again is not first
     assert torch.equal(again.weights[layer].to_dense(), layer.base_layer.weight)  # type: ignore[arg-type, union-attr]
-    assert crowd.reordered(torch.float64).dtype == torch.float64
+    assert crowd.base_model.reordered(torch.float64).dtype == torch.float64
 
 
 def test_training_drops_what_was_reordered_and_a_copy_reorders_for_itself() -> None:
     crowd = crowd_of(base("llama", torch.float32)).eval()
-    crowd.reordered(torch.float32)
+    crowd.base_model.reordered(torch.float32)
     other = copy.deepcopy(crowd)
     texts = [written(each) for each in (crowd, other)]
     assert texts[0] == texts[1]
-    assert other.reordered(torch.float32).weights.keys() == {*other.storage.layers.values()}
+    assert other.base_model.reordered(torch.float32).weights.keys() == {*other.storage.layers.values()}
     crowd.train()
-    assert crowd._reordered is None
+    assert crowd.base_model.reordered_weights is None
 
 
 def written(crowd: Crowd) -> list[int]:

@@ -222,8 +222,8 @@ def test_the_route_of_an_agent_does_not_depend_on_its_company(gguf: str) -> None
     """Rounding in bf16 put a number of one of eight agents above the limit: all were padded, and none alone."""
     agents = tuple({"rank": rank, "alpha": 2.0 * rank} for rank in (8, 16)) * 4
     crowd = Crowd(load_base(gguf, "bf16").model, LoraSettings(agents=agents), gguf)
-    assert crowd.choose_route() is None
-    assert crowd.route == "packed"
+    assert crowd.base_model.choose_route() is None
+    assert crowd.base_model.route == "packed"
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("nf4", 0.1), ("int8", 0.02)])
@@ -239,7 +239,7 @@ def test_exports_open_in_transformers_and_peft(crowd: Crowd, undisturbed: Path, 
     assert main(["export", run, "--merge", "svd", "--to", str(tmp_path / "svd"), *own]) == 0
     ids = torch.tensor([encoded(tokenizer_of(crowd), "test", 1)[0].input_ids.tolist()])
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
-    with torch.no_grad(), crowd.active_agent(0) as model:
+    with torch.no_grad(), crowd.base_model.active_agent(0) as model:
         wanted = model(input_ids=ids).logits.log_softmax(-1)
         assert distance(whole(input_ids=ids).logits.log_softmax(-1), wanted) < tolerance(torch.float32)
     # One adapter of rank 4 for two agents of one training: nearer to an agent than the base is.

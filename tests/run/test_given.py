@@ -186,7 +186,7 @@ def test_a_model_that_no_folder_has_is_kept_once_and_the_adapters_open_on_it(
     name = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
     alone = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(name), adapter).eval()
     ids = torch.arange(4, 12)[None]
-    with torch.no_grad(), result.crowd.active_agent(0) as agent:
+    with torch.no_grad(), result.crowd.base_model.active_agent(0) as agent:
         torch.testing.assert_close(alone(input_ids=ids).logits, agent(input_ids=ids, use_cache=False).logits)
 
 

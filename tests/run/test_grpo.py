@@ -109,7 +109,7 @@ def step_of(crowd: Crowd, objective: Any, each: Sequence[Sequence[Group]], *how:
     losses, counted = torch.zeros(K, dtype=torch.float64), torch.zeros(K, dtype=torch.float64)
     for number, batch in enumerate(Rollout(learner, each).parts(*how)):
         crowd.storage.begin_micro_step(0, 0, number)
-        for part in crowd.parts(batch):
+        for part in crowd.passes_of(batch):
             found = [learner(output, 0) for output in crowd(part)]
             sum(loss.total for loss in found).backward()  # type: ignore[union-attr]
             for loss in found:
@@ -259,7 +259,7 @@ def test_tokens_are_drawn_as_often_as_the_softmax_at_the_temperature_says() -> N
     objective = grpo(temperature=warmth, num_generations=count, max_completion_length=1)
     [prompt] = prompts(crowd, 1)
     [drawn] = drawer(crowd).draw([Asked(1, 0, prompt)], objective, 0)
-    with torch.no_grad(), crowd.active_agent(1) as model:
+    with torch.no_grad(), crowd.base_model.active_agent(1) as model:
         shares = (model(torch.tensor([prompt])).logits[0, -1].double() / warmth).softmax(-1)
     found = torch.bincount(torch.tensor([r.tokens[0] for r in drawn]), minlength=len(shares)).double()
     common = shares * count >= 5
@@ -372,7 +372,7 @@ def test_an_agent_with_nan_weights_has_no_score_and_spoils_no_other(aggregator: 
     objective = objective_of("grpo", each)
     scorer = RewardScorer(config, objective, (Reward("seen", seen),))
     SEEN.clear()
-    with crowd.plain():
+    with crowd.base_model.plain():
         scores = scorer.scores(crowd, asked, [[0, 1], [2]])
     assert scores is not None
     judged: Any = scores.judged

@@ -13,6 +13,7 @@ from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.cli.main import main
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.lora_model import LoraModel
 from ci_llm.lora import kernels
 from ci_llm.lora.kernels import PARTS
 from ci_llm.run.autotune import approve_kernels
@@ -44,7 +45,7 @@ def test_a_part_that_a_family_computes_otherwise_stays_plain(family: str, told: 
     said = tried(crowd)
     assert [line[: len(start)] for line, start in zip(said, told, strict=True)] == told
     left = [line.partition(" ")[0] for line in told]
-    assert crowd.fast == tuple(part for part in PARTS if part not in left)
+    assert crowd.base_model.fast == tuple(part for part in PARTS if part not in left)
     assert kernels_of(Config(), crowd) == (f"fast without {', '.join(left)}" if left else "fast")
     assert kernels_of(Config(kernels="plain"), crowd) == "plain"
 
@@ -53,7 +54,7 @@ def test_a_part_with_only_its_gradient_wrong_is_found(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernels.SwiGlu, "backward", lambda _, grad: (grad * 0.2, grad * 0.3))
     crowd = crowd_on()
     assert [line[:17] for line in tried(crowd)] == ["gate stays plain:"]
-    assert "gate" not in crowd.fast
+    assert "gate" not in crowd.base_model.fast
 
 
 def test_a_part_that_one_process_finds_wrong_stays_plain_on_all() -> None:
@@ -61,17 +62,17 @@ def test_a_part_that_one_process_finds_wrong_stays_plain_on_all() -> None:
     peers: Any = SimpleNamespace(**vars(ALONE) | {"gather_object": lambda value: [value, next(answers)]})
     crowd = crowd_on()
     assert tried(crowd, peers) == ["norms stays plain: it ran out of memory"]
-    assert crowd.fast == tuple(part for part in PARTS if part != "norms")
+    assert crowd.base_model.fast == tuple(part for part in PARTS if part != "norms")
 
 
 @pytest.mark.parametrize("own_rows", [False, True])
 def test_a_trial_leaves_base_and_generators_as_they_were(own_rows: bool) -> None:
     crowd = crowd_on(dropout=0.1, dropconnect=0.1)
     tried(crowd, own_rows=own_rows)
-    before, fast = everything(crowd), crowd.fast
+    before, fast = everything(crowd), crowd.base_model.fast
     tried(crowd, own_rows=own_rows)
     assert_same(before, everything(crowd))
-    assert crowd.fast == fast
+    assert crowd.base_model.fast == fast
 
 
 @pytest.mark.slow
@@ -82,7 +83,7 @@ def test_a_resume_by_another_route_is_not_called_bitwise(
     """As after a change to this program that packs the rows of a base which were padded before."""
     words = [*small_run.WORDS, f"output_dir={tmp_path / 'run'}", "lr_scheduler_type=constant"]
     with monkeypatch.context() as older:
-        older.setattr(Crowd, "choose_route", lambda crowd: setattr(crowd, "route", "padded"))
+        older.setattr(LoraModel, "choose_route", lambda base: setattr(base, "route", "padded"))
         assert main(["train", *words, "max_train_steps=2"]) == 0
     capsys.readouterr()
     assert main(["train", *words, "max_train_steps=4"]) == 0

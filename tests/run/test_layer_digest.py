@@ -29,7 +29,7 @@ NO_DECODERS = {"bert"}
 
 def crowd_on(family: str = "llama", layers: int | None = 3, **settings: Any) -> Crowd:
     crowd = Crowd(base(family, torch.float32, layers=layers), LoraSettings(num_agents=2, rank=2, **settings), "toy")
-    crowd.choose_route()
+    crowd.base_model.choose_route()
     return crowd
 
 

@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ci_llm.crowd.asking import Answer
+from ci_llm.crowd.answering import Answer
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.generation import targets_of
+from ci_llm.crowd.pretrained import open_base
 from ci_llm.data.batches import pack
 from ci_llm.embedded import rows
+from ci_llm.serve import Options
+from ci_llm.serve.app import of_run
 from tests.serve.listening import QUESTION, Listening, chat
 from tests.support.crowds import K, bits_in_company
 
@@ -144,6 +147,32 @@ def test_an_echo_gives_the_log_probabilities_of_a_prompt(served: Listening, crow
     own = {"ci_llm": {"include_agents": True}} if model == "crowd" else {}
     [only] = served.complete(**{**body, "max_tokens": 0, **own})["choices"]
     assert only["logprobs"]["token_logprobs"] == pytest.approx([None, *found], abs=1e-6)
+
+
+def test_a_base_alone_has_no_agents_to_include() -> None:
+    with Listening(of_run(Crowd.of(open_base("embedded")), Options())) as alone:
+        [plain] = alone.ask(max_tokens=8)["choices"]
+        for own in ({}, {"aggregator": "majority"}):
+            [choice] = alone.ask(max_tokens=8, ci_llm={"include_agents": True, **own})["choices"]
+            assert choice["message"] == plain["message"]
+            assert (choice["ci_llm"]["agreement"], "answers" in choice["ci_llm"]) == (None, False)
+
+
+def test_the_places_of_tokens_in_a_streamed_completion_are_those_in_the_whole_text(served: Listening) -> None:
+    body = {"model": "crowd", "prompt": "Ann has", "max_tokens": 12, "logprobs": 1, "ignore_eos": True}
+    whole = served.complete(**body)["choices"][0]["logprobs"]["text_offset"]
+    chunks = served.stream("/v1/completions", {**body, "stream": True})
+    streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [place for each in streamed if each for place in each["text_offset"]] == whole
+    assert len({*whole}) > 3
+
+
+def test_without_top_log_probabilities_neither_a_prompt_nor_an_answer_has_any(served: Listening) -> None:
+    body = {"prompt": QUESTION, "echo": True, "max_tokens": 2, "logprobs": 0}
+    logprobs = served.complete(**body)["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"][0] is None
+    assert not any(logprobs["top_logprobs"])
+    assert all(each is not None for each in logprobs["token_logprobs"][1:])
 
 
 @bits_in_company

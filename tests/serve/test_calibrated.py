@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ci_llm.crowd.asking import Answer
+from ci_llm.crowd.answering import Answer
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.embedded import rows
 from ci_llm.errors import BadInput

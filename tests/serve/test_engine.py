@@ -122,6 +122,43 @@ def test_a_vote_takes_2k_requests_and_a_majority_k(stand_in: tuple[str, type[Sta
         voting.wait_for((0, 0))
 
 
+def test_ignore_eos_is_the_engine_s_too(stand_in: tuple[str, type[StandIn]], saved: Path) -> None:
+    url, engine = stand_in
+    with Listening(of_engine(Options(run=str(saved), engine=url))) as voting:
+        engine.asked.clear()
+        voting.ask(model="agent0", ignore_eos=True)
+        voting.ask(model="agent0")
+    assert [body.get("ignore_eos") for body in engine.asked] == [True, None]
+
+
+def test_a_text_of_full_length_can_be_scored(stand_in: tuple[str, type[StandIn]], saved: Path) -> None:
+    """Scoring asks for one token more, which has to fit into the engine's context as well."""
+    url, engine = stand_in
+    choice = engine.choice
+
+    def full(self: StandIn, index: int, prompt: list[int], number: int, body: dict[str, Any]) -> dict[str, Any]:
+        if len(prompt) + body["max_tokens"] > 64:
+            self.status = 400
+        if body.get("echo"):
+            return choice(self, index, prompt, number, body)
+        ids = [20 + number] * body["max_tokens"]
+        written = {"text": f"{number}", "token_ids": ids, "finish_reason": "length"}
+        return {"index": index, **written, "logprobs": {"token_logprobs": [-1.0] * len(ids)}}
+
+    def answered(self: StandIn) -> None:
+        body = self.body()
+        number = int(body["model"][-1])
+        found = [self.choice(index, prompt, number, body) for index, prompt in enumerate(body["prompt"])]
+        self.reply({"choices": found}, self.status)
+
+    engine.choice = full  # type: ignore[method-assign]
+    engine.do_POST = answered  # type: ignore[method-assign]
+    for limit in (None, 64):
+        with Listening(of_engine(Options(run=str(saved), engine=url, context=limit))) as voting:
+            [given] = voting.ask("2 + 2?")["choices"]
+            assert (given["message"]["content"], given["finish_reason"]) == ("2", "length")
+
+
 def test_a_malformed_answer_of_an_engine_becomes_an_error(stand_in: tuple[str, type[StandIn]], saved: Path) -> None:
     url, engine = stand_in
     with Listening(of_engine(Options(run=str(saved), engine=url))) as voting:

@@ -13,7 +13,7 @@ import pytest
 from ci_llm.crowd.next_token import Request
 from ci_llm.serve import Options
 from ci_llm.serve.app import of_run
-from ci_llm.serve.engine import TextJob
+from ci_llm.serve.engine import Job
 from tests.report.test_story import CONTRAST
 from tests.serve.listening import QUESTION, Listening
 from tests.support.browser import CHROMIUM, NO_CHROMIUM, Browser
@@ -96,13 +96,13 @@ def test_a_question_is_answered_and_a_click_shows_each_agent(
 def test_an_answer_can_be_stopped_and_asked_for_again(
     browser: Browser, open_to_all: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopped, take = threading.Event(), TextJob.take
+    stopped, take = threading.Event(), Job.take
 
-    def take_slowly(job: TextJob, request: Request) -> bool:
+    def take_slowly(job: Job, request: Request) -> None:
         assert len(request.tokens) < 9 or stopped.wait(DEADLINE_S)
-        return take(job, request)
+        take(job, request)
 
-    monkeypatch.setattr(TextJob, "take", take_slowly)
+    monkeypatch.setattr(Job, "take", take_slowly)
     endless = "const once = fetch; window.fetch = (path, how) => once(path, how && how.body ? {...how, body:"
     endless += " JSON.stringify({...JSON.parse(how.body), ignore_eos: true, ci_llm: undefined})} : how); 1"
     browser.evaluate(endless)

@@ -61,7 +61,7 @@ def full_passes(
     for _ in range(count):
         each = []
         for k in everybody:
-            with crowd.active_agent(k) as model:
+            with crowd.base_model.active_agent(k) as model:
                 logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
             each.append(logits.float().log_softmax(-1))
         found = aggregate(torch.stack(each), "probability")

@@ -21,7 +21,7 @@ def micro_step(
     """Forward and backward; a batch is one that all agents read."""
     crowd.storage.begin_micro_step(step, 0, number)
     losses = list[StepLoss]()
-    for part in crowd.parts(crowd.for_all(rows) if isinstance(rows, Batch) else rows):
+    for part in crowd.passes_of(crowd.for_all(rows) if isinstance(rows, Batch) else rows):
         seed_everything(1, step)
         found = [objective(output, step) for output in crowd(part)]
         sum(loss.total for loss in found).backward()  # type: ignore[union-attr]

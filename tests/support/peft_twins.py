@@ -113,7 +113,7 @@ def assert_writes_as_peft(crowd: Crowd, base: Path, exported: Path, prompts: Seq
     plain, ties = PlainAnswers(base, exported, crowd.num_agents, decoding), 0
     for request in requests:
         prompt = [*request.prompt]
-        wanted = plain.of_crowd(prompt) if request.who is CROWD else plain.of_agent(int(request.who or 0), prompt)
+        wanted = plain.of_crowd(prompt) if request.author is CROWD else plain.of_agent(int(request.author or 0), prompt)
         ties += near_ties(request, wanted)
     print(f"{ties} of {len(requests)} texts part at a near tie")
     assert ties <= len(prompts) // 10

@@ -50,9 +50,9 @@ def train(
         what can be told about each agent: weights, moments, losses and norms of every step.
     """
     crowd = crowd_of(model, entries).train()
-    crowd.route, storage = route, crowd.storage
+    crowd.base_model.route, storage = route, crowd.storage
     storage.pass_per_agent = pass_per_agent
-    crowd.compute_fast(PARTS if fast else ())
+    crowd.base_model.compute_fast(PARTS if fast else ())
     if checkpointing:
         crowd.gradient_checkpointing_enable()
     if sick is not None:

@@ -110,7 +110,8 @@ def sliced_wasserstein(points: Tensor, directions: Tensor, finite: Tensor) -> Te
         agents coincide.
     """
     projected = torch.sort(points @ directions, dim=1).values  # [K, B, L]
-    count, chosen = finite.sum(), finite[:, None, None]
+    count = finite.sum()
+    chosen = finite[:, None, None]
     mean = projected.masked_fill(~chosen, 0.0).sum(0, keepdim=True) / count.clamp(min=1)
     spread = (projected - mean).masked_fill(~chosen, 0.0).square().sum()
     return 2 * spread / ((count - 1).clamp(min=1) * projected.shape[1] * projected.shape[2])

@@ -193,14 +193,14 @@ def _micro_step(config: Config, crowd: Crowd, batch: Batch) -> tuple[int, float]
     """(bytes at the worst moment, beside base and agents; operations) of forward and backward."""
     crowd.storage.begin_step(0)
     owned = [*crowd.parameters(), *crowd.buffers(), crowd.storage.weights, crowd.storage.gradients]
-    passes = crowd.parts(crowd.for_all(batch))
+    passes = crowd.passes_of(crowd.for_all(batch))
     first = next(passes)
     count = crowd.num_agents if crowd.storage.pass_per_agent else 1
     with _Ledger(owned) as ledger:
         try:
             _forward_backward(config, crowd, first)
-        except (TypeError, AttributeError):  # its attention cannot take packed rows, see `Crowd.choose_route`
-            crowd.route = "padded"
+        except (TypeError, AttributeError):  # its attention cannot take packed rows, see `LoraModel.choose_route`
+            crowd.base_model.route = "padded"
             _forward_backward(config, crowd, first)
         flops = ledger.flops
         for rows in islice(passes, 1):  # all others cost what the second pass costs

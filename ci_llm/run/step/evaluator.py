@@ -318,7 +318,7 @@ class Evaluator:
                 rounds = Rounds(self.vote, count, size, shown.advance_to)
                 own, complaint, failure = None, None, None
                 try:
-                    with processes.autocast(), self._crowd.plain():
+                    with processes.autocast(), self._crowd.base_model.plain():
                         own, complaint = unless_out_of_memory(partial(work, rounds))
                 except RewardFailed as error:  # the others learn it by the next vote
                     failure = error

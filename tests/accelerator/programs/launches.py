@@ -38,7 +38,7 @@ def step(vocabulary: int, rows: int, *, pass_per_agent: bool, layers: int = 24) 
     base.config.use_cache = False
     run = Ours(base)
     run.crowd.storage.pass_per_agent = pass_per_agent
-    run.crowd.choose_attention()
+    run.crowd.base_model.choose_attention()
     for batch in harness.batches(None, rows, 2):
         TRACE.phase = f"{vocabulary} words, {rows} rows, {batch.sample_ids}"
         run.move(batch.pinned())

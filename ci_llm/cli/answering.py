@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -23,7 +23,7 @@ from ci_llm.core.quantities import count
 from ci_llm.errors import BadInput, ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from ci_llm.crowd.asking import Answer
+    from ci_llm.crowd.answering import Answer
     from ci_llm.crowd.crowd import Crowd
 
 
@@ -56,7 +56,7 @@ def beside(answer: Answer, names: Sequence[str]) -> str:
     Args:
         names: the names of the agents.
     """
-    named = {"crowd": answer.answer} | dict(zip(names, answer.agents, strict=True))
+    named = {"crowd": given(answer)} | dict(zip(names, answer.agents, strict=True))
     margin = max(map(len, named)) + 2
     wrapped = {name: textwrap.indent(_wrapped(text, margin), " " * margin) for name, text in named.items()}
     return "\n".join(f"{name:<{margin}}{text[margin:]}".rstrip() for name, text in wrapped.items())
@@ -74,7 +74,8 @@ def width() -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for the run, and for how tokens are chosen."""
     parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
-    aggregators, option = plugin_names("ci_llm.crowd.aggregators"), parser.add_argument
+    aggregators = plugin_names("ci_llm.crowd.aggregators")
+    option = parser.add_argument
     option("--max-new-tokens", type=at_least(1), default=256, metavar="N", help="most tokens of an answer (256)")
     option("--temperature", type=at_least(0, float), metavar="T", help="draw tokens; 0 takes the most probable")
     option("--top-p", type=probability, metavar="P", help="draw from the most probable tokens that sum up to P")
@@ -240,5 +241,6 @@ def _base_of(folder: Path) -> str:
 
 def shortened(prompt: Any, most: int) -> str:
     """The beginning of a prompt in one line; of a chat that of its last message."""
-    text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+    turns = prompt["messages"] if isinstance(prompt, Mapping) else prompt
+    text = turns if isinstance(turns, str) else str(turns[-1].get("content", ""))
     return textwrap.shorten(text, most, placeholder=" ...")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from ci_llm import Crowd
 from ci_llm.crowd import next_token
-from ci_llm.crowd.asking import Answer, answers, options_of
+from ci_llm.crowd.answering import Answer, answers, options_of
 from ci_llm.crowd.next_token import Decoding
 from ci_llm.crowd.questions import Questions
 from ci_llm.data.encoder import Encoder
@@ -203,7 +203,7 @@ def test_a_stream_that_is_closed_writes_no_further_token(
 
 
 def test_an_error_is_one_message_where_the_stream_is_read(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowd, "decodes", True)
+    monkeypatch.setattr(crowd.base_model, "decodes", True)
     monkeypatch.setattr(crowd.model.model.norm, "forward", lambda *_, **__: {}["cache"])
     with pytest.raises(ModelError, match="cannot generate"):
         list(crowd.stream(QUESTIONS[0]))
@@ -212,6 +212,6 @@ def test_an_error_is_one_message_where_the_stream_is_read(crowd: Crowd, monkeypa
 
 
 def test_a_base_that_reads_no_packed_rows_streams_in_one_piece(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowd, "decodes", False)
+    monkeypatch.setattr(crowd.base_model, "decodes", False)
     stream = crowd.stream(QUESTIONS[0], **SHORT)
     assert [stream.result.answer] == crowd.generate(QUESTIONS[0], **SHORT)

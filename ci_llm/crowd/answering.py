@@ -35,8 +35,6 @@ from ci_llm.errors import BadInput, ModelError
 
 logger = logging.getLogger(__name__)
 _DRAWING: Final = ("temperature", "top_p", "top_k")
-
-
 #: One prompt or several.
 Prompts: TypeAlias = Prompt | Sequence[Prompt]
 
@@ -154,18 +152,19 @@ def answers(
         ModelError: the crowd has no prompter.
         BadInput: before anything is generated: a prompt cannot be used, or `batch_size` is below 1.
     """
-    asking = _Asking(crowd, prompts, options)
-    found = asking.generated(batch_size, include_agents=include_agents, uncertainty=True)
-    yield from map(asking.answer, asking.prompts, found)
+    ids = _ids(crowd, prompts)
+    found = _generated(crowd, ids, options, batch_size, include_agents=include_agents, uncertainty=True)
+    for prompt, each in zip(prompts, found, strict=True):
+        yield _answer(crowd, prompt, each, options)
 
 
 def texts(crowd: CrowdModel, prompts: Sequence[Prompt], options: Decoding, batch_size: int = 16) -> list[str]:
     """The text alone of the answer to each prompt, "" if it abstains; see `answers`."""
     if options.abstain_below is not None:
-        found = answers(crowd, prompts, options, batch_size, include_agents=False)
-        return ["" if answer.abstained else answer.answer for answer in found]
-    asking = _Asking(crowd, prompts, options)
-    return [asking.text(found.ids) for found in asking.generated(batch_size)]
+        each = answers(crowd, prompts, options, batch_size, include_agents=False)
+        return ["" if answer.abstained else answer.answer for answer in each]
+    found = _generated(crowd, _ids(crowd, prompts), options, batch_size)
+    return [generation.text_of(crowd, one.ids, options) for one in found]
 
 
 class Stream(Iterator[str]):
@@ -173,7 +172,7 @@ class Stream(Iterator[str]):
 
     def __init__(self, crowd: CrowdModel, prompt: Prompt, options: Decoding) -> None:
         self._result: Answer | None = None
-        self._pieces = _written(_Asking(crowd, [prompt], options))
+        self._pieces = _written(crowd, prompt, _ids(crowd, [prompt]), options)
 
     def __next__(self) -> str:
         try:
@@ -206,86 +205,73 @@ class Stream(Iterator[str]):
         self.close()
 
 
-def _written(asking: _Asking) -> Generator[str, None, Answer]:
-    """Yield the pieces of an answer, and return it.
+def _written(
+    crowd: CrowdModel, prompt: Prompt, ids: Sequence[TokenIds], options: Decoding
+) -> Generator[str, None, Answer]:
+    """Yield the pieces of the answer to one prompt, and return it.
 
     Votes, abstentions, and the answers of bases that do not read packed rows come in one piece.
     """
-    crowd, options, [prompt], [ids] = asking.crowd, asking.options, asking.prompts, asking.ids
     if find_vote(options.aggregator) or options.abstain_below is not None or not decodes(crowd):
-        [found] = asking.generated(1, uncertainty=True)
-        answer = asking.answer(prompt, found)
+        [found] = _generated(crowd, ids, options, 1, uncertainty=True)
+        answer = _answer(crowd, prompt, found, options)
         if answer.answer and not answer.abstained:
             yield answer.answer
         return answer
-    pieces: list[str] = []
-    text = generation.TextSoFar(asking.prompter.tokenizer, options.stop_strings, pieces.append)
-    wanted = generation.Wanted(options, uncertainty=True)
-    requests = generation.requests_of(crowd, 0, ids, wanted)
+    wanted = generation.Wanted(options, uncertainty=True, streams=True)
+    [request] = generation.requests_of(crowd, 0, ids[0], wanted)
+    assert request.detokenizer is not None, "it streams"
     decoder = Decoder(crowd, slots=1)
-    decoder.admit(requests)
+    decoder.admit([request])
     while decoder.open:
         with generation.base_errors(crowd):
             decoder.step()
-        for request in decoder.open:
-            if text.update(request.ids):
-                decoder.release(request)
-        yield from pieces
-        pieces.clear()
-    found = generation.generated_of(crowd, requests, wanted)
-    text.finish(found.ids)
-    yield from pieces
-    return asking.answer(prompt, found)
+        if piece := request.detokenizer.next_text():
+            yield piece
+    return _answer(crowd, prompt, generation.generated_of(crowd, [request], wanted), options)
 
 
-class _Asking:
-    """Prompts for a crowd. All of them are checked before anything is generated.
+def _ids(crowd: CrowdModel, prompts: Sequence[Prompt]) -> list[TokenIds]:
+    """The token ids of all prompts, which are checked before anything is generated."""
+    ids: list[TokenIds] = [crowd.prompter.ids(prompt) for prompt in prompts]
+    free_positions(crowd.model, ids)
+    return ids
 
-    Attributes:
-        ids: the token ids of each prompt.
-    """
 
-    def __init__(self, crowd: CrowdModel, prompts: Sequence[Prompt], options: Decoding) -> None:
-        self.crowd, self.prompts, self.options = crowd, prompts, options
-        self.prompter = crowd.prompter
-        self.ids = [self.prompter.ids(prompt) for prompt in prompts]
-        free_positions(crowd.model, self.ids)
+def _generated(
+    crowd: CrowdModel,
+    ids: Sequence[TokenIds],
+    options: Decoding,
+    at_a_time: int,
+    *,
+    include_agents: bool = False,
+    uncertainty: bool = False,
+) -> Iterator[Generated]:
+    """Yield the texts for each prompt, in order: of all agents together, token by token or by a vote."""
+    if at_a_time < 1:
+        raise BadInput("batch_size must be at least 1", where="generation settings", hint="change the value named")
+    shown = include_agents and bool(crowd.names)  # a base alone has no agents to include
+    wanted = generation.Wanted(options, include_agents=shown, uncertainty=uncertainty)
+    return generation.generate_each(crowd, enumerate(ids), wanted, at_a_time)
 
-    def generated(
-        self, at_a_time: int, *, include_agents: bool = False, uncertainty: bool = False
-    ) -> Iterator[Generated]:
-        """Yield the texts for each prompt, in order: of all agents together, token by token or by a vote."""
-        if at_a_time < 1:
-            raise BadInput("batch_size must be at least 1", where="generation settings", hint="change the value named")
-        wanted = generation.Wanted(
-            self.options,
-            include_agents=include_agents and bool(self.crowd.names),  # a base alone has no agents to include
-            uncertainty=uncertainty,
-        )
-        return generation.generate_each(self.crowd, enumerate(self.ids), wanted, at_a_time)
 
-    def text(self, ids: TokenIds) -> str:
-        """The text of token ids, cut before the first stop string in it."""
-        return generation.text_of(self.crowd, ids, self.options)
-
-    def answer(self, prompt: Prompt, found: Generated) -> Answer:
-        """The answer to a prompt, with how sure the crowd is of it."""
-        ids, uncertainties, options = found.ids, found.uncertainties, self.options
-        text, *agents = map(self.text, [ids, *found.agents])
-        right = calibrated(self.crowd.calibration, options.aggregator)
-        probability = None if right is None else right(signals(uncertainties))
-        return Answer(
-            prompt=prompt,
-            answer=text,
-            agents=tuple(agents),
-            agreement=agreement(text, agents) if agents else None,
-            probability_right=probability,
-            abstained=probability is not None and probability < (options.abstain_below or 0),
-            agents_asked=len(self.crowd.names),
-            complete=found.has_ended or len(text) < len(self.prompter.text(ids)),
-            tokens=tuple(uncertainties),
-            **vars(of_text(uncertainties)),
-        )
+def _answer(crowd: CrowdModel, prompt: Prompt, found: Generated, options: Decoding) -> Answer:
+    """The answer to a prompt, with how sure the crowd is of it."""
+    text, *agents = (generation.text_of(crowd, ids, options) for ids in [found.ids, *found.agents])
+    right = calibrated(crowd.calibration, options.aggregator)
+    probability = None if right is None else right(signals(found.uncertainties))
+    return Answer(
+        prompt=prompt,
+        answer=text,
+        agents=tuple(agents),
+        agreement=agreement(text, agents) if agents else None,
+        probability_right=probability,
+        abstained=probability is not None and probability < (options.abstain_below or 0),
+        agents_asked=len(crowd.names),
+        complete=found.has_ended or len(text) < len(crowd.prompter.text(found.ids)),
+        tokens=tuple(found.uncertainties),
+        **vars(of_text(found.uncertainties)),
+    )
 
 
 # Answers that are given
