@@ -5,6 +5,7 @@ A run is refused if its agents start alike and nothing makes them different.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -128,13 +129,14 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
         base_model: hub id or folder of the base; by default the one that the adapters name.
 
     Raises:
-        ModelError: `target` exists; there is no adapter; adapters differ in rank, scale, modules, base or chat
-            template; or the base or a tokenizer is not found or not readable.
+        ModelError: `target` exists; there is no adapter; one has a head; adapters differ in rank, scale, modules, base
+            or chat template; or the base or a tokenizer is not found or not readable.
         ForeignCheckpoint: an adapter does not fit the base.
         CheckpointError: `target` cannot be written.
     """
     require_free(target)
     adapters = [adapter for source in sources for adapter in read_adapters(source)]
+    _require_answering(adapters)
     _require_alike(adapters)
     base = load_base(base_model or _base_name(adapters))
     crowd = Crowd(base.model, settings_of(base.model, adapters), base.name, base.pad_id)
@@ -150,6 +152,17 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
         info={"imported_from": [str(source.absolute()) for source in sources]},
     )
     return crowd
+
+
+def _require_answering(adapters: Sequence[External]) -> None:
+    for adapter in adapters:
+        if adapter.config.get("task_type") == "SEQ_CLS" or SCORE in adapter.tensors:
+            start = f"init_from={shlex.quote(str(adapter.source))}"
+            raise ModelError(
+                "this adapter scores texts by a head, and only adapters that write answers are imported",
+                where=str(adapter.source),
+                hint=f"{start} trains on from it, with the objective of its training",
+            )
 
 
 def _require_alike(adapters: Sequence[External]) -> None:

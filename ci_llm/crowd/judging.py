@@ -43,11 +43,11 @@ UNSTABLE: Final = "calibration_error"
 #: Draws of a bootstrap.
 DRAWS: Final = 400
 
-J = TypeVar("J", bound="Judged")
+J = TypeVar("J", bound="UnitScores")
 
 
 @dataclass(frozen=True)
-class Judged:
+class UnitScores:
     """The numbers of the agents for U units, with the labels.
 
     Attributes:
@@ -115,10 +115,10 @@ class Judged:
 
     def _drawn(self) -> list[dict[str, list[float]]]:
         """The figures of `DRAWS` bootstrap samples, the same in every call; empty for fewer than `LEAST_ROWS` units."""
-        count, generator = len(self.labels), torch.Generator().manual_seed(0)
+        count = len(self.labels)
         if count < LEAST_ROWS:
             return []
-        draws = torch.randint(count, (DRAWS, count), generator=generator)
+        draws = torch.randint(count, (DRAWS, count), generator=torch.Generator().manual_seed(0))
         return [replace(self, found=self.found[:, rows], labels=self.labels[rows]).figures for rows in draws]
 
     def __str__(self) -> str:
@@ -135,7 +135,8 @@ def _with_intervals(values: Sequence[float], draws: Sequence[Sequence[float]]) -
         draws: the figure of the bootstrap samples. If it is defined in fewer than half of them, there is no interval.
     """
     *agents, crowd = values
-    gain, half, intervals = crowd - sum(agents) / len(agents), None, None
+    gain = crowd - sum(agents) / len(agents)
+    half = intervals = None
     drawn = torch.tensor(draws, dtype=torch.float64).view(-1, len(values))
     drawn = drawn[~drawn.isnan().any(1)]
     if 2 * len(drawn) >= DRAWS:
@@ -147,7 +148,7 @@ def _with_intervals(values: Sequence[float], draws: Sequence[Sequence[float]]) -
     return Figure(tuple(agents), crowd, crowd_minus_mean=Difference(gain, half), intervals95=intervals)
 
 
-class Ranking(Judged):
+class Ranking(UnitScores):
     """The judgement of rewards.
 
     `found` is [K, U, 2] for chosen and rejected answers, or [K, U, 1] for rated rows; `labels` are bool, and True for a
@@ -173,7 +174,7 @@ class Ranking(Judged):
         return {"auroc": [_area(own[:, 0], good) for own in everyone], "margins": margins.tolist()}
 
 
-class Classes(Judged):
+class Classes(UnitScores):
     """The judgement of class probabilities: `found` is [K, U, n], and `labels` are the numbers of the classes."""
 
     part = "classes"
@@ -211,7 +212,7 @@ class Classes(Judged):
         return f"accuracy of {self.found.shape[-1]} classes"
 
 
-class Numbers(Judged):
+class Numbers(UnitScores):
     """The judgement of predicted numbers: `found` is [K, U], and `labels` are the numbers to be predicted."""
 
     part = "numbers"
@@ -233,7 +234,7 @@ class Numbers(Judged):
         return {name: values.tolist() for name, values in figures.items()}
 
 
-def judge(crowd: CrowdModel, batch: Batch) -> Judged:
+def judge(crowd: CrowdModel, batch: Batch) -> UnitScores:
     """Let the heads of a crowd judge the units of a batch."""
     output = crowd(batch)
     assert output.values is not None
@@ -361,7 +362,8 @@ def score_texts(
     if not 0 <= (abstain_below or 0) <= 1:
         what = f"abstain_below must be a probability, from 0 to 1, and is {abstain_below}"
         raise BadInput(what, where="Crowd.score", hint="change the value named")
-    rows, scores = [unit_of([row]) for row in _read_by_heads(crowd, texts, answers)], list[TextScore]()
+    rows = [unit_of([row]) for row in _read_by_heads(crowd, texts, answers)]
+    scores = list[TextScore]()
     with crowd.evaluating():
         for batch in batches_of(rows, batch_size):
             values = crowd(batch.to(crowd.device)).values.double().cpu()

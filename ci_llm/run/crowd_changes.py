@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.objective import objective_of
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.errors import BadInput
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.one_layer import record_bits
 from ci_llm.run.run_checkpoint import STOPPED
-from ci_llm.run.start.agent_settings import crowd_settings, objective_of, prepare_agents
+from ci_llm.run.start.agent_settings import crowd_settings, prepare_agents
 from ci_llm.run.start.loading import steps_of
 from ci_llm.run.step.requests import decide, read_waiting
 from ci_llm.run.step.state import CrowdChange, TrainState
@@ -75,7 +76,7 @@ def keep_agents(trainer: Trainer, state: TrainState, kept: Sequence[int]) -> Non
     trainer.metrics.keep_agents(kept)
     trainer.learning.keep_agents(kept)
     trainer.objective = objective_of(trainer.present_config, crowd)
-    trainer.evaluator.objective, trainer.evaluator.rows = trainer.objective, trainer.evaluator.rows.of_agents(kept)
+    trainer.evaluator.keep_agents(trainer.present_config, trainer.objective, kept)
 
 
 def return_to(trainer: Trainer, saved: TrainState) -> None:

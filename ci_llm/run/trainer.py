@@ -28,7 +28,7 @@ from ci_llm.config.own_keys import NAME
 from ci_llm.core.run_folder import OF_A_RUN, SWEEP
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
-from ci_llm.crowd.objective import TrainedObjective
+from ci_llm.crowd.objective import TrainedObjective, objective_of
 from ci_llm.crowd.rewarding import Drawer
 from ci_llm.data.agent_rows import Courses, EvaluationRows
 from ci_llm.data.prompts import Prompter, tokenizer_files
@@ -37,11 +37,11 @@ from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.precision import slow_bf16
 from ci_llm.distributed.processes import Processes, peer_errors
 from ci_llm.errors import ConfigError
+from ci_llm.evaluation.evaluator import Evaluator, StopVote
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.run_checkpoint import RunCheckpoint
 from ci_llm.run.start import agent_settings, loading
 from ci_llm.run.start.cost_model import settle
-from ci_llm.run.step.evaluator import Evaluator, StopVote
 from ci_llm.run.step.nonfinite import LastGood, NonFiniteResponse
 from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.rollout import Rollouts
@@ -255,7 +255,7 @@ def build(
     crowd.prompter = Prompter(base.tokenizer, loading.common_form(config, rows))
     loading.describe_rows(config, rows, eval_rows)
     return assemble(
-        config, processes, attempt, base, crowd, loading.training_rows(config, rows), eval_rows, loaded.judged
+        config, processes, attempt, base, crowd, loading.training_rows(config, rows), eval_rows, loaded.preferences
     )
 
 
@@ -267,9 +267,9 @@ def assemble(
     crowd: Crowd,
     rows: Sequence[TokenizedRows],
     eval_rows: EvaluationRows,
-    judged: Sequence[TokenizedRows] = (),
+    preferences: Sequence[TokenizedRows] = (),
 ) -> Trainer:
-    """The trainer at step 0, of parts that are ready; for `judged` see `Loaded`."""
+    """The trainer at step 0, of parts that are ready; for `preferences` see `Loaded`."""
     heartbeat, holds_lease = Heartbeat(), attempt.manager.store.holds_lease
     rows_per_step = config.rows_per_step(processes.num_processes)
     steps = loading.steps_of(config, [*map(len, rows)], rows_per_step)
@@ -285,7 +285,7 @@ def assemble(
     attempt.manager.watch(optimizer)
     last_good = LastGood(crowd.storage.rows, optimizer)
     memory = MemoryRelief(config, base, crowd, processes.num_processes)
-    objective = agent_settings.objective_of(config, crowd)
+    objective = objective_of(config, crowd)
     vote = StopVote(processes, attempt.interrupts, heartbeat.tick)
     files = tokenizer_files(base.tokenizer)
     checkpoint = RunCheckpoint(config, base, crowd, optimizer, rows, files, last_good, processes, config)
@@ -302,7 +302,7 @@ def assemble(
             last_good, config.run_folder, holds_lease, drops_agents=config.trial_steps is not None
         ),
         memory=memory,
-        evaluator=Evaluator(config, crowd, eval_rows, objective, judged, vote, memory),
+        evaluator=Evaluator(config, crowd, eval_rows, objective, preferences, vote, memory.exhausted),
         heartbeat=heartbeat,
         rollouts=Rollouts(Drawer(crowd, heartbeat.tick), processes),
         metrics=StepMetrics(state.names, crowd.device),

@@ -27,6 +27,8 @@ from ci_llm.core.quantities import count, size
 from ci_llm.core.run_folder import BEST
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.card import CardFacts, adapter_card, public_name
+from ci_llm.crowd.given_path import META_FILE
+from ci_llm.crowd.pretrained import class_names
 from ci_llm.data.agent_rows import sampled
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, NonFinite, StoppedBeforeMeeting
@@ -132,7 +134,8 @@ def write_best(sweep: Sweep) -> Path | None:
     opened = open_folder(sweep.segment_folder(trial.segment or 0) / FINAL)
     prefix = f"agent{trial.place}/"
     files = {name.removeprefix(prefix): data for name, data in opened.files.items() if name.startswith(prefix)}
-    files["README.md"] = _card(sweep, trial, json.loads(files[_CONFIG]), opened.manifest.step).encode()
+    head = json.loads(opened.files[META_FILE]).get("head", {})
+    files["README.md"] = _card(sweep, trial, json.loads(files[_CONFIG]), head, opened.manifest.step).encode()
     try:
         for leftover in sweep.folder.glob(f".{BEST}.*"):
             remove_tree(leftover)
@@ -144,7 +147,7 @@ def write_best(sweep: Sweep) -> Path | None:
     return target
 
 
-def _card(sweep: Sweep, trial: Trial, config: Mapping[str, object], step: int) -> str:
+def _card(sweep: Sweep, trial: Trial, config: Mapping[str, object], head: Mapping[str, Any], step: int) -> str:
     standings, shared = sweep.standings, sweep.config
     settings = ", ".join(f"`{key}` {as_typed(value)}" for key, value in trial.settings.items())
     what = (
@@ -156,6 +159,8 @@ def _card(sweep: Sweep, trial: Trial, config: Mapping[str, object], step: int) -
         ranks=[int(str(config["r"]))],
         trained=f" for {step} optimizer steps on `{', '.join(map(public_name, shared.dataset_names))}`",
         opened_with=auto_class(load_architecture(shared.model_name)).__name__,
+        num_labels=head.get("num_labels", 0),
+        classes=class_names(head),
     )
     return adapter_card(facts, f"The best of {len(standings.trials)} trials", what)
 

@@ -12,14 +12,10 @@ from ci_llm import objectives
 from ci_llm.agents.agent import Agent, Training, schedule
 from ci_llm.config import Config
 from ci_llm.config.own_keys import NAME, OWN_KEYS
-from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.objective import GrpoObjective, NextToken, Preferences, TrainedObjective
 from ci_llm.data.agent_rows import Course
 from ci_llm.data.order import Plan
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.lora.settings import FIELD_OF_KEY, AgentLora, LoraSettings
-from ci_llm.objectives.grpo import Grpo
-from ci_llm.objectives.grpo.rewards import rewards_of
 
 
 def lora_settings(config: Config) -> LoraSettings:
@@ -42,22 +38,6 @@ def crowd_settings(config: Config, numbers: Sequence[int]) -> LoraSettings:
     own = settings.agents or ({},) * len(indices)
     entries = zip(own, indices, strict=True)
     return replace(settings, agents=tuple({**mine, "index": index} for mine, index in entries))
-
-
-def objective_of(config: Config, crowd: Crowd) -> TrainedObjective:
-    """The objective of the agents of `config`."""
-    each = zip(config.each_agent, (agent.settings for agent in crowd.agents), strict=True)
-    keys = [(agent.seed, agent.index) if own.row_weights == "bootstrap" else None for own, agent in each]
-    bootstrap = tuple(keys) if any(keys) else ()
-    if config.objective != objectives.SFT:
-        found = objectives.objective_of(config.objective, config.each_agent, crowd.device)
-        if isinstance(found, Grpo):
-            rewards = rewards_of(config.rewards or (), config.answer_column, config.max_completion_length)
-            return GrpoObjective(found, crowd, rewards)
-        return Preferences(found, crowd, bootstrap)
-    return NextToken(
-        config.diversity, config.lambda_sw, config.swd_representation, seed=config.seed, bootstrap=bootstrap
-    )
 
 
 def prepare_agents(

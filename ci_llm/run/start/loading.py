@@ -49,7 +49,7 @@ class Loaded:
 
     Attributes:
         rows, eval_rows: the rows of every agent; agents that share a data set have one object.
-        judged: pairs or rated rows to evaluate on, for every agent; empty for single rows.
+        preferences: pairs or rated rows to evaluate on, for every agent; empty for single rows.
         settled: the values, by the rows, of keys that said auto.
     """
 
@@ -57,13 +57,13 @@ class Loaded:
     rows: list[TokenizedRows]
     eval_rows: list[TokenizedRows]
     settled: Mapping[str, Any]
-    judged: list[TokenizedRows] = field(default_factory=list)
+    preferences: list[TokenizedRows] = field(default_factory=list)
 
     def for_agents(self, count: int) -> Loaded:
         """Base and rows for `count` agents, if they were loaded for one."""
         if len(self.rows) == count:
             return self
-        return replace(self, **{name: getattr(self, name) * count for name in ("rows", "eval_rows", "judged")})
+        return replace(self, **{name: getattr(self, name) * count for name in ("rows", "eval_rows", "preferences")})
 
 
 def load(config: Config, processes: Processes, longest: int | None = None, given: Base | None = None) -> Loaded:
@@ -106,7 +106,7 @@ def load(config: Config, processes: Processes, longest: int | None = None, given
         rows = _tokenized(config, base, processes, found, evaluated=False)
         eval_rows = _tokenized(config, base, processes, asked, evaluated=True)
         if not _narrowed(settled, config, rows, eval_rows, per_step, longest):
-            judged = []
+            preferences = []
             if head_size(config):
                 require_class(base.model)
             elif measured_as(config) == "grpo":
@@ -115,9 +115,9 @@ def load(config: Config, processes: Processes, longest: int | None = None, given
                     require_answers(functions, own.column_sets, config.answer_column, own.where)
                 settled |= completion_length(config, rows, positions_of(shape))
             elif config.objective != SFT:
-                asked = load_rows_of_each(config, "judged")
-                judged = _tokenized(config, base, processes, asked, evaluated=True)
-            return Loaded(base, rows, _with_copies_counted(eval_rows, rows), settled, judged)
+                asked = load_rows_of_each(config, "preferences")
+                preferences = _tokenized(config, base, processes, asked, evaluated=True)
+            return Loaded(base, rows, _with_copies_counted(eval_rows, rows), settled, preferences)
         asked = load_rows_of_each(config.model_copy(update=settled), "eval")
 
 
