@@ -299,8 +299,7 @@ class Evaluation:
         found = as_plain(self, exclude_defaults=True)
         for part in _FLAT:
             found |= found.pop(part, {})
-        known: dict[str, Any] = with_nulls(found, lambda number: not math.isnan(number))
-        return known
+        return {key: with_nulls(value, lambda number: not math.isnan(number)) for key, value in found.items()}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Evaluation:

@@ -353,15 +353,13 @@ def prepare(
     Args:
         source, base_model, device: see `open_pretrained`.
         agent: export this agent alone; None for all agents, or their merge.
-        merge: the merge to make.
+        merge: the merge to make; None with an agent.
 
     Raises:
-        BadInput: there is no such crowd or agent, or both `agent` and `merge` are given.
+        BadInput: there is no such crowd or agent.
         ModelError: the agents cannot be merged in this way.
         DamagedCheckpoint, ForeignCheckpoint: see `open_pretrained`.
     """
-    if agent is not None and merge is not None:
-        raise BadInput("one agent alone cannot be merged", where=f"agent {agent}", hint="leave agent out, or merge")
     saved = open_pretrained(source, device, base_model)
     if saved.settings.outputs and merge is not None:
         raise ModelError(

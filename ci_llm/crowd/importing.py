@@ -136,7 +136,6 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
     """
     require_free(target)
     adapters = [adapter for source in sources for adapter in read_adapters(source)]
-    _require_answering(adapters)
     _require_alike(adapters)
     base = load_base(base_model or _base_name(adapters))
     crowd = Crowd(base.model, settings_of(base.model, adapters), base.name, base.pad_id)
@@ -154,7 +153,9 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
     return crowd
 
 
-def _require_answering(adapters: Sequence[External]) -> None:
+def _require_alike(adapters: Sequence[External]) -> None:
+    """Refuse adapters with a head, or of different shapes."""
+    first = adapters[0]
     for adapter in adapters:
         if adapter.config.get("task_type") == "SEQ_CLS" or SCORE in adapter.tensors:
             start = f"init_from={shlex.quote(str(adapter.source))}"
@@ -163,11 +164,6 @@ def _require_answering(adapters: Sequence[External]) -> None:
                 where=str(adapter.source),
                 hint=f"{start} trains on from it, with the objective of its training",
             )
-
-
-def _require_alike(adapters: Sequence[External]) -> None:
-    first = adapters[0]
-    for adapter in adapters[1:]:
         pairs = {name: (getattr(first, name), getattr(adapter, name)) for name in ("rank", "alpha", "use_rslora")}
         odd = [f"{name} {one} and {other}" for name, (one, other) in pairs.items() if one != other]
         odd += ["adapted modules"] if {*adapter.modules} != {*first.modules} else []

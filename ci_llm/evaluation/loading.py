@@ -156,6 +156,7 @@ class Job:
     """The loaded parts of an evaluation.
 
     Attributes:
+        names: the names of the agents, for people; empty for a base alone.
         evaluator: scores agents and crowd.
     """
 
@@ -163,13 +164,9 @@ class Job:
     config: Config
     saved: Pretrained
     crowd: Crowd
+    names: list[str]
     batch_size: int
     evaluator: Evaluator
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the agents, for people; none for a base alone."""
-        return given_names(self.saved.meta)
 
     @property
     def tokenized(self) -> TokenizedRows:
@@ -244,7 +241,8 @@ def load(request: Request, checkpoint: Path | None) -> Job:
     evaluator.questions = [questions]
     if request.metric and len(questions):
         evaluator.primary_metric = "exact_match"
-    return Job(request, config, saved, crowd, request.batch_size or config.batch_size, evaluator)
+    batch_size = request.batch_size or config.batch_size
+    return Job(request, config, saved, crowd, given_names(saved.meta), batch_size, evaluator)
 
 
 def _objective(config: Config, crowd: Crowd, rows: Rows) -> TrainedObjective:

@@ -141,12 +141,10 @@ def gains(evaluation: Evaluation) -> Iterator[tuple[str, Gain]]:
     over = (found.crowd_minus_mean, found.crowd_minus_best, found.crowd_minus_vote)
     for name, gain in zip(("the agents' mean", "the best agent", "a majority vote"), over, strict=True):
         if gain is not None:
-            is_known = gain.interval95 is not None and math.isfinite(gain.interval95)
-            half = gain.interval95 if is_known else None
             if measure == "nll" and (better := evaluation.measures.gain):
-                yield name, Gain(-gain.value, half, True, evaluation.n, better)
+                yield name, Gain(-gain.value, gain.interval95, True, evaluation.n, better)
             else:
-                yield name, Gain(gain.value, half, True, evaluation.n, measure)
+                yield name, Gain(gain.value, gain.interval95, True, evaluation.n, measure)
 
 
 def notes(evaluation: Evaluation, run: Path | str | None) -> Iterator[str]:

@@ -343,7 +343,7 @@ def test_an_agent_with_nan_weights_has_no_score_and_spoils_no_other(aggregator: 
     )
     each = [Config(objective="grpo", rewards=("length",), temperature=warmth) for warmth in (5.0, 5.0, 1e-4)]
     objective = objective_of("grpo", each)
-    scorer = RewardScorer(config, objective, (Reward("seen", seen),))
+    scorer = RewardScorer(config, objective, (Reward("seen", seen),), config.aggregator)
     SEEN.clear()
     with crowd.plain():
         scores = scorer.scores(crowd, asked, [[0, 1], [2]])
