@@ -287,7 +287,7 @@ CAPS = {
     "cluster": 706,
     "config": 1968,
     "core": 1515,
-    "crowd": 4336,
+    "crowd": 4331,
     "data": 3122,
     "distributed": 624,
     "dry_run": 761,

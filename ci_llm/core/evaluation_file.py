@@ -157,7 +157,7 @@ class Sureness:
     by: str
     rows: int
     right: int
-    auroc: float | None
+    auroc: Number
     calibration_error: Number
     abstention: Abstention | None = None
 

@@ -171,7 +171,7 @@ class Ranking(UnitScores):
             gaps = everyone[..., 0] - everyone[..., 1]
             return {"accuracies": (gaps > 0).double().mean(1).tolist(), "margins": gaps.mean(1).tolist()}
         margins = everyone[:, good, 0].mean(1) - everyone[:, ~good, 0].mean(1)
-        return {"auroc": [_area(own[:, 0], good) for own in everyone], "margins": margins.tolist()}
+        return {"auroc": [auroc(own[:, 0], good) for own in everyone], "margins": margins.tolist()}
 
 
 class Classes(UnitScores):
@@ -205,7 +205,7 @@ class Classes(UnitScores):
     def _auroc(self, probabilities: Tensor) -> float:
         """The area under the ROC curve of the second of two classes, or the mean of each class against the others."""
         classes = [1] if probabilities.shape[-1] == 2 else range(probabilities.shape[-1])
-        return float(torch.tensor([_area(probabilities[:, each], self.labels == each) for each in classes]).nanmean())
+        return float(torch.tensor([auroc(probabilities[:, each], self.labels == each) for each in classes]).nanmean())
 
     @property
     def told(self) -> str:
@@ -281,23 +281,17 @@ def rank(objective: Preferences, batches: Iterable[Batch], stop: Callable[[], bo
     return Ranking.joined(parts or [nothing])
 
 
-def auroc(sure: ArrayLike, right: ArrayLike) -> float | None:
+def auroc(sure: ArrayLike, right: ArrayLike) -> float:
     """The area under the ROC curve: the chance that a right answer has a higher number than a wrong one.
 
-    Ties count half, as in the statistic of Mann and Whitney. It is None if all answers are right, or none is.
+    Ties count half, as in the statistic of Mann and Whitney. It is NaN if all answers are right, or none is.
     """
     numbers, is_right = np.asarray(sure, float), np.asarray(right, bool)
     if is_right.all() or not is_right.any():
-        return None
+        return math.nan
     wrong = np.sort(numbers[~is_right])
     below, not_above = (np.searchsorted(wrong, numbers[is_right], side) for side in ("left", "right"))
     return float((below + not_above).mean() / 2 / len(wrong))
-
-
-def _area(sure: Tensor, right: Tensor) -> float:
-    """`auroc`, or NaN."""
-    area = auroc(sure, right)
-    return math.nan if area is None else area
 
 
 def macro_f1(said: Tensor, labels: Tensor) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, tee
 from statistics import median
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 import xxhash
@@ -27,21 +27,14 @@ from ci_llm.crowd.scoring import AnswerScores, Solved
 from ci_llm.crowd.uncertainty import TokenUncertainty
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import last_answer
+from ci_llm.data.tokens import TokenizedRows
 from ci_llm.data.units import Unit
-
-
-class Examples(Protocol):
-    """Tokenised rows."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, number: int, /) -> Example: ...
-
 
 #: The most words that a right answer can be expected to repeat exactly.
 MOST_WORDS: Final = 8
 
 
-def primary_metric(rows: Examples, crowd: CrowdModel) -> PrimaryMetric:
+def primary_metric(rows: Sequence[Example] | TokenizedRows, crowd: CrowdModel) -> PrimaryMetric:
     """The measure for these rows: exact match, or NLL for free text and for numbers, which are never exactly right.
 
     Prompts alone are judged by rewards, of which the loss is the negative.
@@ -92,7 +85,7 @@ class Questions:
     @classmethod
     def of(
         cls,
-        rows: Examples,
+        rows: Sequence[Example] | TokenizedRows,
         crowd: CrowdModel,
         count: int,
         max_seq_length: int,

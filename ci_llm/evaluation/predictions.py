@@ -233,7 +233,7 @@ def sureness(
 def sureness_lines(sure: Sureness) -> Iterator[str]:
     """Lines about how far the crowd's sureness can be trusted."""
     right, wrong = sure.right, sure.rows - sure.right
-    are_few = sure.auroc is None or min(right, wrong) < LEAST_OF_EACH
+    are_few = min(right, wrong) < LEAST_OF_EACH
     area = f"no AUROC below {LEAST_OF_EACH} of each" if are_few else f"{sure.auroc:.3f} AUROC of wrong answers"
     yield (f"{sure.by}, {right} right and {wrong} wrong: {area}, {sure.calibration_error:.3f} calibration error")
     if found := sure.abstention:
