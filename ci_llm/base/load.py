@@ -10,6 +10,7 @@ import copy
 import hashlib
 import logging
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -369,7 +370,8 @@ def load_error(model_name: str, error: Exception) -> ModelError:
         hint = "the folder needs config.json, model.safetensors and a tokenizer"
         if any((place / each / "adapter_config.json").is_file() for each in ("", "agent0")):
             what = "these are adapters and not a base"
-            hint = f"init_from={model_name} starts agents from them, with model_name=the base that they were trained on"
+            start = f"init_from={shlex.quote(model_name)}"
+            hint = f"{start} starts agents from them, with model_name=the base that they were trained on"
         return ModelError(what, where=f"model_name: {model_name}", hint=hint)
     return ModelError(
         what if may_be_on_hub(model_name) else "there is no such folder",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -269,15 +270,16 @@ def _import(call: argparse.Namespace) -> int:
     record = {"folder": str(call.to), "num_agents": crowd.num_agents, "base_model": base_model}
     places = {"lora_target_modules": settings.target_modules, "agent_layers": settings.layers}
     said = (f"{key}={value if isinstance(value, str) else ','.join(map(str, value))}" for key, value in places.items())
+    base, start = shlex.quote(f"model_name={base_model}"), shlex.quote(f"init_from={call.to}")
     print_result(
         call.json,
         {**record, "lora_rank": settings.rank, "lora_alpha": settings.alpha},
         f"{call.to}: {crowd.num_agents} agents of rank {settings.rank} on {base_model}",
         f'answer:  Crowd.from_pretrained("{call.to}").generate(...)',
-        f"train:   python train.py init_from={call.to} num_agents={crowd.num_agents} lora_rank={settings.rank}"
+        f"train:   python train.py {start} num_agents={crowd.num_agents} lora_rank={settings.rank}"
         f" lora_alpha={settings.alpha:g} use_rslora={str(settings.use_rslora).lower()}"
         f" {' '.join(said)}"
-        f" model_name={base_model} experiment_name=mine",
+        f" {base} experiment_name=mine",
     )
     return 0
 

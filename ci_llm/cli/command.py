@@ -17,6 +17,7 @@ from typing import Any, Final, NoReturn
 
 from ci_llm.core.help import HelpfulParser
 from ci_llm.core.imports import set_library_defaults
+from ci_llm.core.typed_json import with_nulls
 from ci_llm.errors import BadInput, CiLlmError, ConfigError, DamagedCheckpoint, first_line
 from ci_llm.interrupts import ABORTED_EXIT_CODE, BROKEN_PIPE_EXIT_CODE
 
@@ -105,9 +106,9 @@ def add_json(parser: argparse.ArgumentParser, more: str = "") -> None:
 
 
 def print_result(as_json: bool, record: object, *lines: str) -> None:
-    """Print the result of a command: the record with `--json`, else the lines for people."""
+    """Print the result of a command: the record with `--json`, with null for what is not finite; else the lines."""
     if as_json:
-        print(json.dumps(record, indent=2))
+        print(json.dumps(with_nulls(record), indent=2, allow_nan=False))
     else:
         print(*lines, sep="\n")
 

@@ -53,7 +53,7 @@ def evaluate_run(words: Sequence[str]) -> int:
         open_splits(call.data, request.keys.get("dataset_subset"), "train", "--data")
     with whole_checkpoint(call.run):
         try:
-            found = evaluate(request, None if call.json else _show)
+            found = evaluate(request, None if call.json else _Tenths())
         except KeyboardInterrupt:
             print("stopped; the same call resumes after the last row that was answered", file=sys.stderr)
             raise
@@ -84,11 +84,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _show(work: Work) -> None:
-    """A line on stderr for every tenth of work that takes long."""
-    is_tenth = work.done and 10 * work.done // work.total > 10 * (work.done - 1) // work.total
-    if is_tenth and not work.ended and time.monotonic() - work.began_at > _SHOWN_AFTER_S:
-        print(f"{work.what}: {work.done} of {work.total} {work.parts}", file=sys.stderr)
+class _Tenths:
+    """Prints a line on stderr for every tenth of work that takes long."""
+
+    shown = 0
+
+    def __call__(self, work: Work) -> None:
+        tenth = 10 * work.done // max(1, work.total)
+        if tenth > self.shown and not work.ended and time.monotonic() - work.began_at > _SHOWN_AFTER_S:
+            print(f"{work.what}: {work.done} of {work.total} {work.parts}", file=sys.stderr)
+        self.shown = tenth
 
 
 def _as_text(call: argparse.Namespace, found: Evaluated) -> Iterator[str]:

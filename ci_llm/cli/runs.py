@@ -147,8 +147,8 @@ def _show_trials(folder: Path, board: Leaderboard, *, is_alone: bool, as_json: b
             where=str(folder),
             hint=f"{best}ci-llm compare {shlex.quote(str(folder))} compares its trials",
         )
-    for line in [(folder / SWEEP).read_text().rstrip()] if as_json else trials_as_text(board):
-        print(line)
+    lines = [(folder / SWEEP).read_text().rstrip()] if as_json else trials_as_text(board)
+    print(*lines, sep="\n")
     return 0
 
 

@@ -1,19 +1,20 @@
 """evaluation.json, the scores of agents and crowd: one typed record, its only writer and its only reader.
 
-A part that does not apply is None or empty, and has no key in the file. A number that is not known is null there.
+A part that does not apply is None or empty, and has no key in the file. A number that is not known, NaN, is null there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from ci_llm.core.durable import read_object, write_json
-from ci_llm.core.measures import METRICS, JudgedBy, Measures, measures_of
+from ci_llm.core.measures import METRICS, Measures, PrimaryMetric, measures_of
 from ci_llm.core.run_folder import EVALUATION, parsed
-from ci_llm.core.typed_json import as_plain, as_type
+from ci_llm.core.typed_json import Number, as_plain, as_type, with_nulls
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Difference:
     There is no interval for too few rows, or if all rows differ by the same.
     """
 
-    value: float
+    value: Number
     interval95: float | None
 
 
@@ -31,8 +32,8 @@ class Difference:
 class Intervals:
     """The ends of the 95 % intervals of agents and crowd."""
 
-    agents: tuple[tuple[float, float], ...]
-    crowd: tuple[float, float]
+    agents: tuple[tuple[Number, Number], ...]
+    crowd: tuple[Number, Number]
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Figure:
             agent on these rows and with the vote.
     """
 
-    agents: tuple[float, ...]
+    agents: tuple[Number, ...]
     crowd: float | None
     vote: float | None = None
     base: float | None = None
@@ -55,6 +56,10 @@ class Figure:
     crowd_minus_best: Difference | None = None
     crowd_minus_vote: Difference | None = None
     intervals95: Intervals | None = None
+
+    def __post_init__(self) -> None:
+        if self.agents and self.crowd is None:  # null in a file, where it was not known
+            object.__setattr__(self, "crowd", math.nan)
 
 
 #: The figure of a base alone.
@@ -93,7 +98,7 @@ class TeacherForced:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AnsweredQuestions:
     """The questions that were answered: their fingerprint, the metric that judged the answers, and their length."""
 
     questions: str
@@ -105,8 +110,8 @@ class Asked:
 class BaseScores:
     """The scores of the untrained base."""
 
-    exact_match: float
-    nll: float
+    exact_match: Number
+    nll: Number
 
 
 @dataclass(frozen=True)
@@ -152,8 +157,8 @@ class Sureness:
     by: str
     rows: int
     right: int
-    auroc: float | None
-    calibration_error: float
+    auroc: Number
+    calibration_error: Number
     abstention: Abstention | None = None
 
 
@@ -162,7 +167,7 @@ class Best:
     """The best value of the crowd or of one agent, and the optimizer step after which it was measured."""
 
     step: int
-    value: float
+    value: Number
 
 
 @dataclass(frozen=True)
@@ -192,7 +197,7 @@ class Ending:
 
 
 #: The parts whose keys lie among those of the evaluation, each with a key of its own.
-_FLAT: Final = {"asked": "questions", "ending": "last_step"}
+_FLAT: Final = {"answered": "questions", "ending": "last_step"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,12 +226,12 @@ class Evaluation:
     aggregator: str
     n: int
     measured_by: Literal["generation", "heads", "teacher_forcing", "rewards"]
-    judged_by: JudgedBy
+    judged_by: PrimaryMetric
     exact_match: Figure
     nll: Figure
     step: int | None
     teacher_forced: TeacherForced | None = None
-    asked: Asked | None = None
+    answered: AnsweredQuestions | None = None
     base: BaseScores | None = None
     preferences: Judgement | None = None
     classes: Judgement | None = None
@@ -237,7 +242,7 @@ class Evaluation:
     learning_rates: tuple[float, ...] = ()
     best_agent: BestAgent | None = None
     sets: tuple[RowSet, ...] = ()
-    of_rows: Mapping[str, tuple[tuple[float, ...], ...]] | None = None
+    of_rows: Mapping[str, tuple[tuple[Number, ...], ...]] | None = None
     dropped: tuple[int, ...] = ()
     left_out: int | None = None
     sureness: Sureness | None = None
@@ -285,7 +290,7 @@ class Evaluation:
         return {name: figure for name, figure in found.items() if figure is not None}
 
     @property
-    def judged_figures(self) -> dict[str, Figure]:
+    def objective_figures(self) -> dict[str, Figure]:
         """The figures of the objective, as far as they are defined."""
         return {name: figure for name, figure in self.figures.items() if name in self.measures.metrics}
 
@@ -294,7 +299,7 @@ class Evaluation:
         found = as_plain(self, exclude_defaults=True)
         for part in _FLAT:
             found |= found.pop(part, {})
-        return found
+        return {key: with_nulls(value, lambda number: not math.isnan(number)) for key, value in found.items()}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Evaluation:

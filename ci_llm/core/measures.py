@@ -9,7 +9,7 @@ from statistics import stdev
 from typing import Final, Literal, TypeAlias
 
 #: What judges the rows of an evaluation: `nll` where no answer has to match theirs.
-JudgedBy: TypeAlias = Literal["exact_match", "nll"]
+PrimaryMetric: TypeAlias = Literal["exact_match", "nll"]
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import psutil
 
-from ci_llm.errors import first_line
+from ci_llm.errors import OutOfMemory, first_line
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -47,6 +52,35 @@ def unless_out_of_memory(work: Callable[[], T]) -> tuple[T | None, str | None]:
             raise
         complaint = first_line(error) if str(error) else "out of memory"
     return None, complaint
+
+
+def halve_until_it_fits(
+    what: str, work: Callable[[int], T], size: int, refusal: Callable[[str], OutOfMemory]
+) -> tuple[T, int]:
+    """The result of `work(size)`, repeated with half of the size as long as memory runs out; and the size that fits.
+
+    Args:
+        what: the work, for people.
+        refusal: makes an error of the allocator's message, which is raised if a size of 1 does not fit.
+    """
+    while True:
+        found, complaint = unless_out_of_memory(partial(work, size))
+        if complaint is None:
+            return cast(T, found), size
+        release_cache()
+        if size == 1:
+            raise refusal(complaint)
+        logger.warning(f"memory    {what} does not fit ({complaint}): {size} -> {size // 2} at a time")
+        size //= 2
+
+
+def release_cache() -> None:
+    """Give memory back that nothing uses: what is referred to in circles, and what the cache of a GPU holds."""
+    import torch
+
+    gc.collect()  # first the objects, whose memory the cache of the GPU can then return
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 #: The two versions of control groups: the mark of a line in /proc/self/cgroup, the mount point, the files of limit and

@@ -18,7 +18,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 T = TypeVar("T")
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -138,6 +138,32 @@ def _new_adapter(kind: Any) -> Any:
 
 
 _adapter: Callable[[Any], Any] = cache(_new_adapter)
+
+
+class _NullIsNan:
+    """Reads null as NaN; pydantic looks for this method."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_before_validator_function(
+            lambda value: math.nan if value is None else value, handler(source)
+        )
+
+
+#: A number of a record that may not be known: NaN here, and null in a file that others read.
+Number: TypeAlias = Annotated[float, _NullIsNan()]
+
+
+def with_nulls(value: Any, is_known: Callable[[float], bool] = math.isfinite) -> Any:
+    """Plain values with None for every number that is not known."""
+    if isinstance(value, float):
+        return value if is_known(value) else None
+    if isinstance(value, Mapping):
+        return {key: with_nulls(item, is_known) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [with_nulls(item, is_known) for item in value]
+    return value
 
 
 def as_type(kind: type[T], value: object) -> T:

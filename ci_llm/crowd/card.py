@@ -45,6 +45,7 @@ class CardFacts:
     Attributes:
         base: the name that `from_pretrained` opens here.
         ranks: the ranks of the agents, one per agent.
+        agents: the names of their folders, where the card is of all agents.
         trained: how they were trained: `for 260 optimizer steps on ...`; "" if it is not known.
         scores: a table for people; "" if nothing was scored.
         opened_with: the class of Transformers that opens the base.
@@ -54,6 +55,7 @@ class CardFacts:
 
     base: str
     ranks: Sequence[int]
+    agents: Sequence[str] = ()
     trained: str = ""
     scores: str = ""
     notes: Sequence[str] = field(default=())

@@ -70,10 +70,11 @@ class Comparison:
         width = max(10, len(words.nll) + 2)
         lines = [f"{'':<16}{right:>12}{words.nll:>{width}}"]
         agents = [found for name, found in self.scores.items() if name.startswith("agent")]
-        means = tuple(map(fmean, zip(*agents, strict=True)))
-        for name, found in self.scores.items():
-            for title, (exact, nll) in ([("agents, mean", means)] if name == "crowd" else []) + [(name, found)]:
-                lines.append(f"{title:<16}{f'{exact:.3f}' if right else '':>12}{nll:>{width}.4f}")
+        exact_mean, nll_mean = map(fmean, zip(*agents, strict=True))
+        shown = [*self.scores.items()]
+        shown.insert([*self.scores].index("crowd"), ("agents, mean", (exact_mean, nll_mean)))
+        for title, (exact, nll) in shown:
+            lines.append(f"{title:<16}{f'{exact:.3f}' if right else '':>12}{nll:>{width}.4f}")
         but = "" if self.trained_on == "none" else f", of which {self.trained_on} were trained on"
         measured = "whole solutions, teacher-forced" if words.right == "exact match" else "scored by heads"
         lines.append(f"{self.rows} rows of the run's evaluation{but}: {measured}")
@@ -135,7 +136,7 @@ class Export:
     @property
     def ranks(self) -> list[int]:
         """The ranks of the adapters that will be written."""
-        return [adapter.rank for adapter in ([self.adapter] if self.adapter else self.saved.agents)]
+        return [self.adapter.rank] if self.adapter else [adapter.rank for adapter in self.saved.agents]
 
     @property
     def can_be_scored(self) -> bool:
@@ -284,6 +285,7 @@ class Export:
         return CardFacts(
             base=saved.base.name,
             ranks=self.ranks,
+            agents=saved.names,
             trained=trained,
             scores=scores.table() if scores else "",
             notes=[_note(saved.calibration)] if saved.calibration and self.adapter is None else [],
@@ -351,15 +353,13 @@ def prepare(
     Args:
         source, base_model, device: see `open_pretrained`.
         agent: export this agent alone; None for all agents, or their merge.
-        merge: the merge to make.
+        merge: the merge to make; None with an agent.
 
     Raises:
-        BadInput: there is no such crowd or agent, or both `agent` and `merge` are given.
+        BadInput: there is no such crowd or agent.
         ModelError: the agents cannot be merged in this way.
         DamagedCheckpoint, ForeignCheckpoint: see `open_pretrained`.
     """
-    if agent is not None and merge is not None:
-        raise BadInput("one agent alone cannot be merged", where=f"agent {agent}", hint="leave agent out, or merge")
     saved = open_pretrained(source, device, base_model)
     if saved.settings.outputs and merge is not None:
         raise ModelError(

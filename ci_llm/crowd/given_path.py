@@ -7,6 +7,7 @@ without a committed checkpoint becomes an error that says what it holds (`requir
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Final
 
@@ -77,11 +78,12 @@ def _best_of_sweep(folder: Path) -> Path | None:
 
 def _what_else(folder: Path) -> tuple[str, str]:
     """A description of a path without a committed checkpoint, and a hint."""
+    given = shlex.quote(str(folder))
     if (folder / CONFIG).is_file() or (folder / "agent0" / CONFIG).is_file():
         return (
             "these are PEFT adapters and not a checkpoint",
-            f"ci-llm checkpoints import {folder} --to imported makes a crowd of them that can be asked;"
-            f" init_from={folder} trains on from them",
+            f"ci-llm checkpoints import {given} --to imported makes a crowd of them that can be asked;"
+            f" init_from={given} trains on from them",
         )
     if (folder / SWEEP).is_file():
         best = _best_of_sweep(folder)
@@ -91,7 +93,7 @@ def _what_else(folder: Path) -> tuple[str, str]:
     if (folder / "status.json").is_file():
         return (
             "this run has not saved a checkpoint yet",
-            f"ci-llm status {folder} says how it stands; save_steps and save_interval_seconds say when it saves",
+            f"ci-llm status {given} says how it stands; save_steps and save_interval_seconds say when it saves",
         )
     there = sorted({step for step, _ in committed(folder.parent)})
     if there:
@@ -114,16 +116,17 @@ def require_run(manifest: Manifest, folder: Path, where: str) -> None:
     """
     if manifest.forms.keys() >= RUN_KEYS:
         return
+    start = f"init_from={shlex.quote(str(folder))} starts agents from it"
     if META not in manifest.forms:
         what = "this checkpoint holds no crowd: a CheckpointManager of another loop wrote it"
         hint = f"that loop resumes from it: CheckpointManager({str(folder.parent)!r}).restore({manifest.step})"
     elif "imported_from" in manifest.info:
         what = "this is a crowd of imported adapters, which has no state to resume from"
-        hint = f"init_from={folder} starts agents from it"
+        hint = start
     elif SAVED in manifest.info:
         what = "this is a saved crowd, which has no state to resume from"
-        hint = f"init_from={folder} starts agents from it"
+        hint = start
     else:
         what = "this checkpoint belongs to an Accelerate loop with `register_hooks`, and not to a run of train.py"
-        hint = f"accelerator.load_state({str(folder.parent)!r}) in that loop; init_from={folder} starts agents from it"
+        hint = f"accelerator.load_state({str(folder.parent)!r}) in that loop; {start}"
     raise BadInput(what, where=where, hint=hint)

@@ -5,6 +5,7 @@ A run is refused if its agents start alike and nothing makes them different.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -128,8 +129,8 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
         base_model: hub id or folder of the base; by default the one that the adapters name.
 
     Raises:
-        ModelError: `target` exists; there is no adapter; adapters differ in rank, scale, modules, base or chat
-            template; or the base or a tokenizer is not found or not readable.
+        ModelError: `target` exists; there is no adapter; one has a head; adapters differ in rank, scale, modules, base
+            or chat template; or the base or a tokenizer is not found or not readable.
         ForeignCheckpoint: an adapter does not fit the base.
         CheckpointError: `target` cannot be written.
     """
@@ -153,8 +154,16 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
 
 
 def _require_alike(adapters: Sequence[External]) -> None:
+    """Refuse adapters with a head, or of different shapes."""
     first = adapters[0]
-    for adapter in adapters[1:]:
+    for adapter in adapters:
+        if adapter.config.get("task_type") == "SEQ_CLS" or SCORE in adapter.tensors:
+            start = f"init_from={shlex.quote(str(adapter.source))}"
+            raise ModelError(
+                "this adapter scores texts by a head, and only adapters that write answers are imported",
+                where=str(adapter.source),
+                hint=f"{start} trains on from it, with the objective of its training",
+            )
         pairs = {name: (getattr(first, name), getattr(adapter, name)) for name in ("rank", "alpha", "use_rslora")}
         odd = [f"{name} {one} and {other}" for name, (one, other) in pairs.items() if one != other]
         odd += ["adapted modules"] if {*adapter.modules} != {*first.modules} else []

@@ -43,11 +43,11 @@ UNSTABLE: Final = "calibration_error"
 #: Draws of a bootstrap.
 DRAWS: Final = 400
 
-J = TypeVar("J", bound="Judged")
+J = TypeVar("J", bound="UnitScores")
 
 
 @dataclass(frozen=True)
-class Judged:
+class UnitScores:
     """The numbers of the agents for U units, with the labels.
 
     Attributes:
@@ -115,10 +115,10 @@ class Judged:
 
     def _drawn(self) -> list[dict[str, list[float]]]:
         """The figures of `DRAWS` bootstrap samples, the same in every call; empty for fewer than `LEAST_ROWS` units."""
-        count, generator = len(self.labels), torch.Generator().manual_seed(0)
+        count = len(self.labels)
         if count < LEAST_ROWS:
             return []
-        draws = torch.randint(count, (DRAWS, count), generator=generator)
+        draws = torch.randint(count, (DRAWS, count), generator=torch.Generator().manual_seed(0))
         return [replace(self, found=self.found[:, rows], labels=self.labels[rows]).figures for rows in draws]
 
     def __str__(self) -> str:
@@ -135,7 +135,8 @@ def _with_intervals(values: Sequence[float], draws: Sequence[Sequence[float]]) -
         draws: the figure of the bootstrap samples. If it is defined in fewer than half of them, there is no interval.
     """
     *agents, crowd = values
-    gain, half, intervals = crowd - sum(agents) / len(agents), None, None
+    gain = crowd - sum(agents) / len(agents)
+    half = intervals = None
     drawn = torch.tensor(draws, dtype=torch.float64).view(-1, len(values))
     drawn = drawn[~drawn.isnan().any(1)]
     if 2 * len(drawn) >= DRAWS:
@@ -147,7 +148,7 @@ def _with_intervals(values: Sequence[float], draws: Sequence[Sequence[float]]) -
     return Figure(tuple(agents), crowd, crowd_minus_mean=Difference(gain, half), intervals95=intervals)
 
 
-class Ranking(Judged):
+class Ranking(UnitScores):
     """The judgement of rewards.
 
     `found` is [K, U, 2] for chosen and rejected answers, or [K, U, 1] for rated rows; `labels` are bool, and True for a
@@ -170,10 +171,10 @@ class Ranking(Judged):
             gaps = everyone[..., 0] - everyone[..., 1]
             return {"accuracies": (gaps > 0).double().mean(1).tolist(), "margins": gaps.mean(1).tolist()}
         margins = everyone[:, good, 0].mean(1) - everyone[:, ~good, 0].mean(1)
-        return {"auroc": [_area(own[:, 0], good) for own in everyone], "margins": margins.tolist()}
+        return {"auroc": [auroc(own[:, 0], good) for own in everyone], "margins": margins.tolist()}
 
 
-class Classes(Judged):
+class Classes(UnitScores):
     """The judgement of class probabilities: `found` is [K, U, n], and `labels` are the numbers of the classes."""
 
     part = "classes"
@@ -204,14 +205,14 @@ class Classes(Judged):
     def _auroc(self, probabilities: Tensor) -> float:
         """The area under the ROC curve of the second of two classes, or the mean of each class against the others."""
         classes = [1] if probabilities.shape[-1] == 2 else range(probabilities.shape[-1])
-        return float(torch.tensor([_area(probabilities[:, each], self.labels == each) for each in classes]).nanmean())
+        return float(torch.tensor([auroc(probabilities[:, each], self.labels == each) for each in classes]).nanmean())
 
     @property
     def told(self) -> str:
         return f"accuracy of {self.found.shape[-1]} classes"
 
 
-class Numbers(Judged):
+class Numbers(UnitScores):
     """The judgement of predicted numbers: `found` is [K, U], and `labels` are the numbers to be predicted."""
 
     part = "numbers"
@@ -233,7 +234,7 @@ class Numbers(Judged):
         return {name: values.tolist() for name, values in figures.items()}
 
 
-def judge(crowd: CrowdModel, batch: Batch) -> Judged:
+def judge(crowd: CrowdModel, batch: Batch) -> UnitScores:
     """Let the heads of a crowd judge the units of a batch."""
     output = crowd(batch)
     assert output.values is not None
@@ -280,23 +281,17 @@ def rank(objective: Preferences, batches: Iterable[Batch], stop: Callable[[], bo
     return Ranking.joined(parts or [nothing])
 
 
-def auroc(sure: ArrayLike, right: ArrayLike) -> float | None:
+def auroc(sure: ArrayLike, right: ArrayLike) -> float:
     """The area under the ROC curve: the chance that a right answer has a higher number than a wrong one.
 
-    Ties count half, as in the statistic of Mann and Whitney. It is None if all answers are right, or none is.
+    Ties count half, as in the statistic of Mann and Whitney. It is NaN if all answers are right, or none is.
     """
     numbers, is_right = np.asarray(sure, float), np.asarray(right, bool)
     if is_right.all() or not is_right.any():
-        return None
+        return math.nan
     wrong = np.sort(numbers[~is_right])
     below, not_above = (np.searchsorted(wrong, numbers[is_right], side) for side in ("left", "right"))
     return float((below + not_above).mean() / 2 / len(wrong))
-
-
-def _area(sure: Tensor, right: Tensor) -> float:
-    """`auroc`, or NaN."""
-    area = auroc(sure, right)
-    return math.nan if area is None else area
 
 
 def macro_f1(said: Tensor, labels: Tensor) -> float:
@@ -361,7 +356,8 @@ def score_texts(
     if not 0 <= (abstain_below or 0) <= 1:
         what = f"abstain_below must be a probability, from 0 to 1, and is {abstain_below}"
         raise BadInput(what, where="Crowd.score", hint="change the value named")
-    rows, scores = [unit_of([row]) for row in _read_by_heads(crowd, texts, answers)], list[TextScore]()
+    rows = [unit_of([row]) for row in _read_by_heads(crowd, texts, answers)]
+    scores = list[TextScore]()
     with crowd.evaluating():
         for batch in batches_of(rows, batch_size):
             values = crowd(batch.to(crowd.device)).values.double().cpu()

@@ -88,12 +88,9 @@ class Distillation:
     learning_rate: float | None = None
 
     def __post_init__(self) -> None:
-        wrong = {
-            "--steps must be at least 1": self.steps < 1,
-            "--distill-rate must be above 0": self.learning_rate is not None and not self.learning_rate > 0,
-        }
-        if problems := [text for text, holds in wrong.items() if holds]:
-            raise BadInput("; ".join(problems), where=f"--merge {DISTILLED}", hint="ci-llm export --help")
+        if self.learning_rate is not None and not self.learning_rate > 0:
+            what = "--distill-rate must be above 0"
+            raise BadInput(what, where=f"--merge {DISTILLED}", hint="ci-llm export --help")
 
 
 def merge_of(name: str, weights: Sequence[float] | None = None, rank: int | None = None) -> Merge:
@@ -115,8 +112,6 @@ def merge_of(name: str, weights: Sequence[float] | None = None, rank: int | None
         wrong.append("--weights: each must be a number of at least 0, and one above 0")
     if rank is not None and name != "svd":
         wrong.append(f"--rank: the rank of {name} follows from the agents'; svd cuts it")
-    elif rank is not None and rank < 1:
-        wrong.append(f"--rank {rank}: it must be at least 1")
     if wrong:
         raise BadInput("; ".join(wrong), where=f"--merge {name}", hint="ci-llm export --help")
     return Merge(name, tuple(weights) if weights else None, rank)

@@ -20,6 +20,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ci_llm import objectives
+from ci_llm.config import Config
 from ci_llm.core.determinism import derive_seed
 from ci_llm.crowd.diversity import TermInputs, find_form
 from ci_llm.crowd.model import CrowdModel, CrowdOutput
@@ -28,7 +30,7 @@ from ci_llm.errors import BadInput
 from ci_llm.lora.passes import Head, plain_chunk
 from ci_llm.objectives import Evidence, Metrics, Objective, for_agents, pairs
 from ci_llm.objectives.grpo import Grpo, divergence
-from ci_llm.objectives.grpo.rewards import Reward
+from ci_llm.objectives.grpo.rewards import Reward, rewards_of
 
 
 @dataclass(frozen=True)
@@ -406,3 +408,19 @@ class GrpoObjective(_OfUnits):
 
 #: The objective of a run.
 TrainedObjective = NextToken | Preferences | GrpoObjective
+
+
+def objective_of(config: Config, crowd: CrowdModel) -> TrainedObjective:
+    """The objective of the agents of `config`."""
+    each = zip(config.each_agent, (agent.settings for agent in crowd.agents), strict=True)
+    keys = [(agent.seed, agent.index) if own.row_weights == "bootstrap" else None for own, agent in each]
+    bootstrap = tuple(keys) if any(keys) else ()
+    if config.objective != objectives.SFT:
+        found = objectives.objective_of(config.objective, config.each_agent, crowd.device)
+        if isinstance(found, Grpo):
+            rewards = rewards_of(config.rewards or (), config.answer_column, config.max_completion_length)
+            return GrpoObjective(found, crowd, rewards)
+        return Preferences(found, crowd, bootstrap)
+    return NextToken(
+        config.diversity, config.lambda_sw, config.swd_representation, seed=config.seed, bootstrap=bootstrap
+    )

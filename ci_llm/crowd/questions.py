@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, tee
 from statistics import median
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 import xxhash
 
-from ci_llm.core.evaluation_file import Asked
-from ci_llm.core.measures import JudgedBy
+from ci_llm.core.evaluation_file import AnsweredQuestions
+from ci_llm.core.measures import PrimaryMetric
 from ci_llm.crowd.aggregators import find_vote, majority
 from ci_llm.crowd.generation import Wanted, generate_each
 from ci_llm.crowd.metrics import Reader, answer_reader
@@ -27,21 +27,14 @@ from ci_llm.crowd.scoring import AnswerScores, Solved
 from ci_llm.crowd.uncertainty import TokenUncertainty
 from ci_llm.data.encoder import Example
 from ci_llm.data.prompts import last_answer
+from ci_llm.data.tokens import TokenizedRows
 from ci_llm.data.units import Unit
-
-
-class Examples(Protocol):
-    """Tokenised rows."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, number: int, /) -> Example: ...
-
 
 #: The most words that a right answer can be expected to repeat exactly.
 MOST_WORDS: Final = 8
 
 
-def judged_by(rows: Examples, crowd: CrowdModel) -> JudgedBy:
+def primary_metric(rows: Sequence[Example] | TokenizedRows, crowd: CrowdModel) -> PrimaryMetric:
     """The measure for these rows: exact match, or NLL for free text and for numbers, which are never exactly right.
 
     Prompts alone are judged by rewards, of which the loss is the negative.
@@ -92,7 +85,7 @@ class Questions:
     @classmethod
     def of(
         cls,
-        rows: Examples,
+        rows: Sequence[Example] | TokenizedRows,
         crowd: CrowdModel,
         count: int,
         max_seq_length: int,
@@ -103,8 +96,8 @@ class Questions:
 
         Args:
             sets: the rows of several sets, if `count` holds for each; None if all rows are one set.
-            max_seq_length: a row of so many tokens may have been cut and is left out (see `TokenizedRows.whole_below`),
-                as is a row that leaves the base no position for an answer.
+            max_seq_length: a row of this many tokens may have been cut and is left out, see
+                `TokenizedRows.whole_below`; so is a row that leaves the base no position for an answer.
             metric: one of `ci_llm.crowd.metrics`.
         """
         limit = min(max_seq_length, num_positions(crowd.model))
@@ -136,12 +129,12 @@ class Questions:
         return len(self.prompts)
 
 
-def asked_of(sets: Sequence[Questions], max_new_tokens: int) -> Asked:
+def identity_of(sets: Sequence[Questions], max_new_tokens: int) -> AnsweredQuestions:
     """The identity of the questions, by which scores and a predictions file are known to belong together."""
     prompts = [prompt for part in sets for prompt in part.prompts]
     references = [reference for part in sets for reference in part.references]
     fingerprint = xxhash.xxh3_128_hexdigest(json.dumps([prompts, references]).encode())
-    return Asked(fingerprint, sets[0].metric, max_new_tokens)
+    return AnsweredQuestions(fingerprint, sets[0].metric, max_new_tokens)
 
 
 @dataclass(frozen=True)
@@ -179,7 +172,7 @@ def answer_questions(
         crowd: K agents write 1 + K texts for each question, one alone writes one.
         batches: indices into `questions`. As many questions as the first batch has are answered at the same time, and
             the next batch is taken when there is place for one of its questions.
-        max_new_tokens: at most so many tokens per answer.
+        max_new_tokens: the most tokens of an answer.
         aggregator: one of `ci_llm.crowd.aggregators`.
         stop: called after every token; True ends all texts at that point.
         uncertainty: also compute how sure the crowd is of each answer.

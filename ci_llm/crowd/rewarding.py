@@ -11,22 +11,20 @@ Legend: K agents, U prompts, G completions of a prompt, F rewards; index K stand
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ci_llm.config import Config
-from ci_llm.core.memory import unless_out_of_memory
+from ci_llm.core.memory import halve_until_it_fits
 from ci_llm.crowd.answering import ends_of_answers
 from ci_llm.crowd.decoder import decodes
 from ci_llm.crowd.generation import Wanted, base_errors, elect, requests_of, written
-from ci_llm.crowd.judging import Judged
+from ci_llm.crowd.judging import UnitScores
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import Decoding, Request, TokenIds, generate_key
 from ci_llm.crowd.scoring import Scores
@@ -35,16 +33,14 @@ from ci_llm.data.tokens import TokenizedRows
 from ci_llm.errors import OutOfMemory
 from ci_llm.lora.passes import unusable_base
 from ci_llm.objectives.grpo import Grpo, total_rewards
-from ci_llm.objectives.grpo.rewards import Reward, judged
-
-logger = logging.getLogger(__name__)
+from ci_llm.objectives.grpo.rewards import Reward, compute_rewards
 
 #: Texts that are open at a time, unless memory holds fewer: each has keys and values of its own.
 MOST_OPEN = 512
 
 
 @dataclass(frozen=True)
-class Asked:
+class AgentPrompt:
     """A prompt that an agent is to complete several times.
 
     Attributes:
@@ -71,30 +67,34 @@ class Drawer:
     tick: Callable[[], object]
     most: int = MOST_OPEN
 
-    def draw(self, asked: Sequence[Asked], objective: Grpo, step: int) -> list[list[Request]]:
+    def draw(self, asked: Sequence[AgentPrompt], objective: Grpo, step: int) -> list[list[Request]]:
         """The completions of every prompt, `num_generations` of them.
 
         Raises:
             OutOfMemory: a single text does not fit. ModelError: the base does not read packed rows.
         """
-        while True:
+
+        def drawn(most: int) -> list[list[Request]]:
             requests = [self._requests(one, objective, step) for one in asked]
             waiting = [request for own in requests for request in own]
             with self.crowd.base_model.plain(), self.crowd.evaluating():
-                work = partial(write, self.crowd, waiting, self.most, stop=lambda: bool(self.tick()))
-                _, complaint = unless_out_of_memory(work)
-            if complaint is None:
-                return requests
-            if self.most == 1:
-                raise OutOfMemory(
-                    f"a single completion does not fit: {complaint}",
-                    where=f"step {step + 1}",
-                    hint="max_completion_length=N, a smaller base, or a machine with more memory",
-                )
-            self.most = max(1, min(self.most, len(waiting)) // 2)
-            logger.warning(f"memory    completions do not fit ({complaint}): {self.most} at a time from now on")
+                write(self.crowd, waiting, most, stop=lambda: bool(self.tick()))
+            return requests
 
-    def _requests(self, one: Asked, objective: Grpo, step: int) -> list[Request]:
+        def refusal(complaint: str) -> OutOfMemory:
+            return OutOfMemory(
+                f"a single completion does not fit: {complaint}",
+                where=f"step {step + 1}",
+                hint="max_completion_length=N, a smaller base, or a machine with more memory",
+            )
+
+        at_once = min(self.most, len(asked) * objective.num_generations)
+        found, fits = halve_until_it_fits("a batch of completions", drawn, at_once, refusal)
+        if fits < at_once:
+            self.most = fits
+        return found
+
+    def _requests(self, one: AgentPrompt, objective: Grpo, step: int) -> list[Request]:
         crowd, own = self.crowd, self.crowd.agents[one.agent].settings
         plain = Decoding(objective.max_completion_length, ends_of_answers(crowd), seed=own.seed)
         how = as_drawn(plain, objective, one.agent)
@@ -115,7 +115,10 @@ def as_drawn(how: Decoding, objective: Grpo, agent: int) -> Decoding:
 
 
 def write(crowd: CrowdModel, requests: Sequence[Request], most: int, stop: Callable[[], bool] = lambda: False) -> None:
-    """Write the texts of all requests, of which so many are open at a time, until `stop`, asked after every token.
+    """Write the texts of all requests, until `stop`, asked after every token.
+
+    Args:
+        most: the most texts that are open at a time.
 
     Raises:
         ModelError: the base does not read packed rows.
@@ -131,7 +134,7 @@ def write(crowd: CrowdModel, requests: Sequence[Request], most: int, stop: Calla
 
 
 @dataclass(frozen=True)
-class Asking:
+class PromptRow:
     """A row as rewards see it.
 
     Attributes:
@@ -145,7 +148,7 @@ class Asking:
     place: str
 
     @classmethod
-    def of(cls, rows: TokenizedRows, number: int) -> Asking:
+    def of(cls, rows: TokenizedRows, number: int) -> PromptRow:
         """Row `number` of the tokenised rows."""
         at = rows.row_numbers[number]
         raw, column = rows.rows.cells(at)
@@ -163,7 +166,7 @@ _GIVEN: Final = ("prompt", "prompts", "completion", "completions", "completion_i
 
 def rewards_of_group(
     rewards: Sequence[Reward],
-    asking: Asking,
+    row: PromptRow,
     texts: Sequence[str],
     tokens: Sequence[Sequence[int]],
     where: str,
@@ -172,18 +175,20 @@ def rewards_of_group(
     """The rewards of the completions of one prompt by every function: [G, F] fp64, NaN where it gives none.
 
     Raises:
-        RewardFailed: see `judged`.
+        RewardFailed: see `compute_rewards`.
     """
-    count, is_chat = len(texts), not isinstance(asking.prompt, str)
-    said = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else [*texts]
-    given = {"prompts": [asking.prompt] * count, "completions": said, "completion_ids": [*map(list, tokens)]}
-    named = given | {name: [value] * count for name, value in asking.columns.items() if name not in _GIVEN}
-    whole = given | {"rows": [asking.columns] * count}
-    found = [judged(reward, whole if reward.reads_answer else named, where, timeout) for reward in rewards]
+    count = len(texts)
+    said: list[Any] = [*texts]
+    if not isinstance(row.prompt, str):  # a chat
+        said = [[{"role": "assistant", "content": text}] for text in texts]
+    given = {"prompts": [row.prompt] * count, "completions": said, "completion_ids": [*map(list, tokens)]}
+    named = given | {name: [value] * count for name, value in row.columns.items() if name not in _GIVEN}
+    whole = given | {"rows": [row.columns] * count}
+    found = [compute_rewards(reward, whole if reward.reads_answer else named, where, timeout) for reward in rewards]
     return torch.tensor(found, dtype=torch.float64).view(len(rewards), count).T
 
 
-class Rewarded(Judged):
+class Rewarded(UnitScores):
     """The judgement by rewards: `found` [K, U, 2] of greedy and of drawn answers, `labels` [U, 2] of the crowd's."""
 
     part = "rewards"
@@ -212,6 +217,7 @@ class RewardScorer:
     config: Config
     objective: Grpo
     rewards: Sequence[Reward]
+    aggregator: str
 
     def scores(
         self,
@@ -232,8 +238,8 @@ class RewardScorer:
                 return None
         found = torch.stack(each) if each else torch.zeros(0, crowd.num_agents + 1, 2, dtype=torch.float64)
         of_all = found.transpose(0, 1)
-        judged = Rewarded(of_all[:-1], of_all[-1])
-        return Scores(*judged.outcome, torch.ones(len(found), dtype=torch.long), judged=judged)
+        units = Rewarded(of_all[:-1], of_all[-1])
+        return Scores(*units.outcome, torch.ones(len(found), dtype=torch.long), units=units)
 
     def _answered(
         self, crowd: CrowdModel, rows: TokenizedRows, batch: Sequence[int], stop: Callable[[], bool]
@@ -248,8 +254,8 @@ class RewardScorer:
             return []
         found = list[Tensor]()
         for (number, prompt), of_row in zip(asked, each, strict=True):
-            asking = Asking.of(rows, number)
-            of_each = [[self._reward(crowd, prompt, asking, wanted) for wanted in own] for own in of_row]
+            row = PromptRow.of(rows, number)
+            of_each = [[self._reward(crowd, prompt, row, wanted) for wanted in own] for own in of_row]
             # An agent alone is the crowd.
             found.append(torch.tensor(of_each, dtype=torch.float64).expand(crowd.num_agents + 1, 2))
         return found
@@ -265,12 +271,13 @@ class RewardScorer:
 
     def _ways(self, crowd: CrowdModel, agent: int) -> tuple[Decoding, Decoding]:
         """The options of an agent's greedy and of its drawn answer, which has its temperature in training."""
-        config, longest = self.config, self.config.max_new_tokens_eval
+        config = self.config
+        longest = config.max_new_tokens_eval
         longest = config.max_completion_length if longest == "auto" else longest
-        greedy = Decoding(longest, ends_of_answers(crowd), config.aggregator, seed=config.seed)
+        greedy = Decoding(longest, ends_of_answers(crowd), self.aggregator, seed=config.seed)
         return greedy, as_drawn(greedy, self.objective, agent)
 
-    def _reward(self, crowd: CrowdModel, prompt: TokenIds, asking: Asking, requests: Sequence[Request]) -> float:
+    def _reward(self, crowd: CrowdModel, prompt: TokenIds, row: PromptRow, requests: Sequence[Request]) -> float:
         """The reward of the one text, or of the one that wins; NaN if the numbers of all writers are not finite."""
         texts = [request.tokens for request in requests if request.error is None]
         if not texts:
@@ -278,6 +285,6 @@ class RewardScorer:
         ids: TokenIds = texts[0]
         if len(texts) > 1:
             ids, _ = elect(crowd, prompt, texts, requests[0].decoding)
-        where, timeout = f"evaluation, {asking.place}", self.objective.reward_timeout
-        rewards = rewards_of_group(self.rewards, asking, [crowd.prompter.text(ids)], [ids], where, timeout)
+        where, timeout = f"evaluation, {row.place}", self.objective.reward_timeout
+        rewards = rewards_of_group(self.rewards, row, [crowd.prompter.text(ids)], [ids], where, timeout)
         return float(total_rewards(rewards, self.objective.reward_weights).nan_to_num(nan=0.0))

@@ -17,10 +17,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ci_llm.core.evaluation_file import Asked, BaseScores, BestAgent, Difference, Figure, TeacherForced
-from ci_llm.core.measures import JudgedBy, paired_interval
+from ci_llm.core.evaluation_file import AnsweredQuestions, BaseScores, BestAgent, Difference, Figure, TeacherForced
+from ci_llm.core.measures import PrimaryMetric, paired_interval
 from ci_llm.crowd.aggregators import aggregate
-from ci_llm.crowd.judging import Judged, judge
+from ci_llm.crowd.judging import UnitScores, judge
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.data.batches import Batch
 
@@ -37,27 +37,27 @@ class Scores:
         tokens: [n] int64, the number of targets of the row; 1 for heads and rewards.
         own: per agent the rows that score it, if agents are evaluated on rows of their own; empty if all rows score all
             agents. All rows score the crowd.
-        judged: the judgement of pairs, rated or labelled rows of the same data; None for an objective of single rows.
+        units: the numbers of pairs, rated or labelled rows of the same data; None for an objective of single rows.
     """
 
     right: Tensor
     nll: Tensor
     tokens: Tensor
     own: tuple[slice, ...] = ()
-    judged: Judged | None = None
+    units: UnitScores | None = None
 
     @classmethod
     def joined(cls, parts: Iterable[Scores]) -> Scores:
         """The rows of all parts, in order."""
         listed = list(parts)
-        judged = [part.judged for part in listed if part.judged is not None]
+        units = [part.units for part in listed if part.units is not None]
         # In one copy, which is the only wait for a GPU.
         right, nll = torch.cat([torch.stack([part.right.double(), part.nll]) for part in listed], dim=2).cpu()
         return cls(
             right.bool(),
             nll,
             torch.cat([part.tokens for part in listed]),
-            judged=judged[0].joined(judged) if judged else None,
+            units=units[0].joined(units) if units else None,
         )
 
     @property
@@ -95,9 +95,9 @@ class Scores:
         of_all = torch.stack(agents)
         other = of_all.mean(0) if over == "mean" else agents[int(of_all.sum(1).argmin())]
         tokens = self.tokens.double()
-        weights, difference = tokens / tokens.mean(), (crowd - other) / tokens.mean()
+        difference = (crowd - other) / tokens.mean()
         # The mean of a ratio, linearised: the part of a row beyond its share of the tokens.
-        return paired_gain(difference, difference.mean() * (weights - 1))
+        return paired_gain(difference, difference.mean() * (tokens / tokens.mean() - 1))
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,13 @@ class AnswerScores:
         example: the first question; None without questions.
         own: per agent the questions that score it, if agents are evaluated on rows of their own; empty if all questions
             score all agents.
-        asked: the identity of the questions; None before that of all sets is known.
+        answered: the identity of the questions; None before that of all sets is known.
     """
 
     right: Tensor
     example: Solved | None = None
     own: tuple[slice, ...] = ()
-    asked: Asked | None = None
+    answered: AnsweredQuestions | None = None
 
     @classmethod
     def joined(cls, parts: Iterable[AnswerScores]) -> AnswerScores:
@@ -211,8 +211,8 @@ def _score_batch(crowd: CrowdModel, batch: Batch, aggregator: str) -> Scores:
     tokens = torch.bincount(batch.target_rows, minlength=batch.num_rows)
     batch = batch.to(crowd.device)
     if crowd.settings.outputs:
-        judged = judge(crowd, batch)
-        return Scores(*judged.outcome, torch.ones(batch.num_units, dtype=torch.long), judged=judged)
+        units = judge(crowd, batch)
+        return Scores(*units.outcome, torch.ones(batch.num_units, dtype=torch.long), units=units)
     states = crowd.states(batch)[:, batch.predict_from]
     lines = crowd.num_agents + 1
     wrong = states.new_zeros(lines, batch.num_rows, dtype=torch.float64)
@@ -241,20 +241,21 @@ def fields_of(scores: Scores, answers: AnswerScores | None, *, heads: bool) -> d
     Args:
         heads: True if heads, and no tokens, were scored.
     """
-    n, exact_match = scores.right.shape[1], shares(scores.right, scores.own)
+    n = scores.right.shape[1]
+    exact_match = shares(scores.right, scores.own)
     found: dict[str, Any] = {"n": n, "exact_match": exact_match, "measured_by": _measured_by(scores, heads=heads)}
     if answers is not None:
         found |= {"n": answers.right.shape[1], "exact_match": answers.shares, "measured_by": "generation"}
-        found |= {"asked": answers.asked, "teacher_forced": TeacherForced(n, exact_match)}
-    if scores.judged is not None:
-        found[scores.judged.part] = scores.judged.judgement()
+        found |= {"answered": answers.answered, "teacher_forced": TeacherForced(n, exact_match)}
+    if scores.units is not None:
+        found[scores.units.part] = scores.units.judgement()
     *agents, crowd = scores.mean_nll
     mean, best = map(scores.nll_gain, ("mean", "best"))
     return {**found, "nll": Figure(tuple(agents), crowd, crowd_minus_mean=mean, crowd_minus_best=best)}
 
 
 def _measured_by(scores: Scores, *, heads: bool) -> str:
-    if scores.judged is not None and scores.judged.part == "rewards":
+    if scores.units is not None and scores.units.part == "rewards":
         return "rewards"
     return "heads" if heads else "teacher_forcing"
 
@@ -265,9 +266,9 @@ def base_scores(scores: Scores, answers: AnswerScores | None) -> BaseScores:
     return BaseScores(float(right[0].double().mean()), replace(scores, own=()).mean_nll[0])
 
 
-def best_agent(scores: Scores, answers: AnswerScores | None, judged_by: JudgedBy) -> BestAgent:
+def best_agent(scores: Scores, answers: AnswerScores | None, primary: PrimaryMetric) -> BestAgent:
     """The two best agents by the measure that judges the rows, and how many rows each of them wins."""
-    better = -scores.nll[:-1] if judged_by == "nll" else (scores.right[:-1] if answers is None else answers.right[:-2])
+    better = -scores.nll[:-1] if primary == "nll" else (scores.right[:-1] if answers is None else answers.right[:-2])
     first, second = better.double().sum(1).argsort(descending=True, stable=True)[:2].tolist()
     wins, losses = (int((better[one] > better[other]).sum()) for one, other in ((first, second), (second, first)))
     return BestAgent(first, second, wins, losses)
@@ -278,9 +279,10 @@ def parts_of_rows(scores: Scores, answers: AnswerScores | None) -> dict[str, tup
 
     The NLL, a ratio, is linearised as in `Scores.nll_gain`.
     """
-    weights, nll = scores.tokens / scores.tokens.double().mean(), scores.nll[:-1] / scores.tokens.double().mean()
+    mean = scores.tokens.double().mean()
+    nll = scores.nll[:-1] / mean
     right = scores.right[:-1] if answers is None else answers.right[:-2]
-    by_row = nll - nll.mean(1, keepdim=True) * (weights - 1)
+    by_row = nll - nll.mean(1, keepdim=True) * (scores.tokens / mean - 1)
     found = {"nll": by_row, "exact_match": right.double()}
     if _measured_by(scores, heads=False) == "rewards":
         found |= {"reward": -scores.nll[:-1]}

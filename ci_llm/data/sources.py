@@ -152,7 +152,7 @@ HELD_OUT_AT_MOST = 400
 
 
 #: Rows to train on; to evaluate on: answers, whatever is trained, but for heads; or as they are trained on.
-Part = Literal["train", "eval", "judged"]
+Part = Literal["train", "eval", "preferences"]
 
 
 def load_rows(config: Config, split: Part) -> Rows:

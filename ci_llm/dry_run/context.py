@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 from transformers import PreTrainedConfig
@@ -68,6 +68,10 @@ class CheckContext:
     def __post_init__(self) -> None:
         longest = UNSEEN if self.config.is_open("max_seq_length") else self.config.max_seq_length
         self.lengths = Lengths(longest, 0.0, longest, learned=0.5, sampled=False)
+
+    def settle(self, values: Mapping[str, Any]) -> None:
+        """Put values in place of keys that say auto, as the run will."""
+        self.config = self.config.model_copy(update=values)
 
     @property
     def rows_per_step(self) -> int:

@@ -159,11 +159,10 @@ def architecture(context: CheckContext) -> str:
 def data(context: CheckContext) -> str:
     """The data set exists, has columns that can be used, and rows to train on and to evaluate on."""
     context.rows = load_rows_of_each(context.config, "train")
-    update = objective_by_rows(context.config, context.rows, context.rows_per_step)
-    context.config = context.config.model_copy(update=update)
+    context.settle(objective_by_rows(context.config, context.rows, context.rows_per_step))
     if context.config.is_open("eval_samples"):
         samples = eval_samples_of(context.config, [*map(len, context.rows)], context.rows_per_step)
-        context.config = context.config.model_copy(update={"eval_samples": samples})
+        context.settle({"eval_samples": samples})
     context.eval_rows = load_rows_of_each(context.config, "eval")
     found = dict.fromkeys(rows.description[0] for rows in context.rows)
     return f"{'; '.join(found)}; {context.num_eval_rows} to evaluate on"
@@ -181,11 +180,10 @@ def template(context: CheckContext) -> str:
     context.eval_examples = once_each(context.eval_rows, partial(sampled, TOY_EVAL_ROWS * number, evaluated=True))
     if longest is not None:
         seen = max(examples.facts.longest for examples in context.examples)
-        context.config = context.config.model_copy(update={"max_seq_length": seen})
+        context.settle({"max_seq_length": seen})
     each = {id(examples): examples for examples in context.examples}.values()
     if context.config.objective == "grpo":
-        update = completion_length(context.config, context.examples, positions_of(context.shape))
-        context.config = context.config.model_copy(update=update)
+        context.settle(completion_length(context.config, context.examples, positions_of(context.shape)))
     rows = [examples[number] for examples in each for number in range(len(examples))]
     context.lengths = cost_model.lengths_of(context.config, rows)
     different = {id(examples): (rows, examples) for rows, examples in zip(context.rows, context.examples, strict=True)}
@@ -260,12 +258,12 @@ def _settle(context: CheckContext, key: str, settled: bool | None) -> str:
     if getattr(context.config, key) != AUTO:
         return ""
     if settled is None:
-        context.config = context.config.model_copy(update={key: False})
+        context.settle({key: False})
         found = _traced(context)
         settled = cost_model.recompute_on_all(
             found, context.processes.free_memory() - found.base_bytes, context.processes
         )
-    context.config = context.config.model_copy(update={key: settled})
+    context.settle({key: settled})
     return f"\n{key}=auto becomes {str(settled).lower()} on this machine"
 
 

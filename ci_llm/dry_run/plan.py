@@ -74,7 +74,8 @@ def run_checks(
         except Exception as error:  # noqa: BLE001  the dry run names every failure and continues
             if debug:
                 traceback.print_exc()
-            lines, verdict = _error_lines(error), "failed"
+            lines = _error_lines(error)
+            verdict = "failed"
         yield CheckResult(check.name, verdict, lines, time.monotonic() - start)
 
 

@@ -67,7 +67,7 @@ def model(context: CheckContext) -> str:
     crowd.prompter = Prompter(base.tokenizer, form_of(context.rows[0]))
     attempt = context.attempt = Attempt(config, context.launch, manager, context.interrupts, log)
     rows, eval_rows = [*context.examples], [*context.eval_examples]
-    loaded = Loaded(base, rows, eval_rows, settled={}, judged=rows)
+    loaded = Loaded(base, rows, eval_rows, settled={}, preferences=rows)
     trainer = context.trainer = assemble(config, context.processes, attempt, loaded, crowd)
     trainer.total_steps = TOY_STEPS  # of the two more that the schedule knows, for the interruption
     start = time.perf_counter()

@@ -9,6 +9,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -16,18 +17,21 @@ from typing import Any, Final
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.config import Config, load_config
 from ci_llm.config.schema import with_trait
-from ci_llm.core.measures import JudgedBy
 from ci_llm.core.run_folder import PREDICTIONS
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import find_reference
 from ci_llm.crowd.next_token import num_positions
+from ci_llm.crowd.objective import GrpoObjective, NextToken, TrainedObjective, objective_of
 from ci_llm.crowd.pretrained import Pretrained, calibration_path, given_names, open_base, open_pretrained
-from ci_llm.crowd.questions import Questions, judged_by
+from ci_llm.crowd.questions import Questions
+from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.rows import Rows, question_of
 from ci_llm.data.sources import joined_sizes, load_rows
 from ci_llm.data.tokens import TokenizedRows
-from ci_llm.errors import BadInput, CiLlmError, ConfigError, DataError
+from ci_llm.errors import BadInput, CiLlmError, ConfigError, DataError, OutOfMemory
+from ci_llm.evaluation.evaluator import Evaluator, OneProcess
 from ci_llm.objectives import SFT, head_size
+from ci_llm.objectives.grpo.rewards import require_answers
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +49,11 @@ class Request:
         run: the folder of a run, a checkpoint, a saved crowd, a hub id, or a base alone.
         data: `embedded`, a hub id, a file, a glob or a folder; None for the rows of the run's evaluation.
         split: the split of the data set.
-        max_samples: take at most so many rows, evenly spread.
+        max_samples: the most rows that are taken, evenly spread.
         keys: the keys of the configuration that are changed for this evaluation.
         metric: one of `ci_llm.crowd.metrics`; None for exact_match, and for the NLL on free text.
-        batch_size: how many questions are answered at a time, and a quarter of the rows scored at a time; None for the
-            batch size of the training.
+        batch_size: how many questions are answered at a time, and a quarter of the rows scored or rewarded at a time;
+            None for the batch size of the training.
         output: the predictions file; None for `predictions.jsonl` in the folder of the run.
         overwrite: replace the predictions file, whatever it holds.
         base_model: hub id or folder of the base, if it is no longer found under its recorded name.
@@ -153,8 +157,7 @@ class Job:
 
     Attributes:
         names: the names of the agents, for people; empty for a base alone.
-        judged_by: see `ci_llm.crowd.questions.judged_by`.
-        judged: the rows as pairs or rated rows, for agents that were trained on such rows; otherwise None.
+        evaluator: scores agents and crowd.
     """
 
     request: Request
@@ -162,11 +165,18 @@ class Job:
     saved: Pretrained
     crowd: Crowd
     names: list[str]
-    tokenized: TokenizedRows
-    questions: Questions
     batch_size: int
-    judged_by: JudgedBy
-    judged: TokenizedRows | None = None
+    evaluator: Evaluator
+
+    @property
+    def tokenized(self) -> TokenizedRows:
+        """The rows."""
+        return self.evaluator.rows.sets[0]
+
+    @property
+    def questions(self) -> Questions:
+        """The questions in the rows; none where heads or rewards judge."""
+        return self.evaluator.questions[0]
 
     @property
     def is_rewarded(self) -> bool:
@@ -197,7 +207,7 @@ def load(request: Request, checkpoint: Path | None) -> Job:
         raise BadInput(what, where=f"rewards={','.join(request.keys['rewards'] or ())}", hint=hint)
     config, rows = open_rows(trained, request)
     rows = _counting_copies(rows, trained)
-    crowd, names = Crowd.of(saved), given_names(saved.meta)
+    crowd = Crowd.of(saved)
     if reason := crowd.base_model.choose_route():
         logger.debug("rows are padded, not packed: %s", reason)
     if request.data is not None and "max_seq_length" not in request.keys:
@@ -216,12 +226,38 @@ def load(request: Request, checkpoint: Path | None) -> Job:
         metric=request.metric or "exact_match",
         sets=_sets(tokenized) if asks and len({*config.evaluated_on}) > 1 else None,
     )
-    judge: JudgedBy = "exact_match" if request.metric and len(questions) else judged_by(tokenized, crowd)
-    batch_size = request.batch_size or config.batch_size
-    judged = None
+    preferences = []
     if asks and config.objective not in ("auto", SFT) and _has_reference(crowd, config, checkpoint):
-        judged = _tokenized(saved, load_rows(config, "judged"), config)
-    return Job(request, config, saved, crowd, names, tokenized, questions, batch_size, judge, judged)
+        preferences = [_tokenized(saved, load_rows(config, "preferences"), config)]
+    evaluator = Evaluator(
+        config,
+        crowd,
+        EvaluationRows.of([tokenized] * crowd.num_agents),
+        _objective(config, crowd, tokenized.rows) if preferences or rows.form.kind == "prompts" else NextToken(),
+        preferences,
+        OneProcess(),
+        partial(_exhausted, request.run),
+    )
+    evaluator.questions = [questions]
+    if request.metric and len(questions):
+        evaluator.primary_metric = "exact_match"
+    batch_size = request.batch_size or config.batch_size
+    return Job(request, config, saved, crowd, given_names(saved.meta), batch_size, evaluator)
+
+
+def _objective(config: Config, crowd: Crowd, rows: Rows) -> TrainedObjective:
+    """The objective of the agents; a crowd from which agents were stopped has the keys of all."""
+    if len(config.each_agent) != crowd.num_agents:
+        config = config.model_copy(update={"agents": (), "num_agents": crowd.num_agents})
+    found = objective_of(config, crowd)
+    if isinstance(found, GrpoObjective):
+        require_answers(found.rewards, rows.column_sets, config.answer_column, rows.where)
+    return found
+
+
+def _exhausted(run: str, _step: int, complaint: str) -> OutOfMemory:
+    what = f"memory ran out with one row at a time: {complaint}"
+    return OutOfMemory(what, where=run, hint="max_new_tokens_eval= or max_seq_length= lower")
 
 
 def _has_reference(crowd: Crowd, config: Config, checkpoint: Path | None) -> bool:
@@ -299,7 +335,7 @@ def refuse_unanswerable(job: Job) -> None:
 
 def require_new_rows(job: Job) -> None:
     """Refuse to calibrate on rows that were all trained on, or whose answers are neither right nor wrong."""
-    if job.judged_by == "nll" and len(job.questions):
+    if job.evaluator.primary_metric == "nll" and len(job.questions):
         raise BadInput(
             "these rows are free text, whose answers are neither right nor wrong",
             where=f"--calibrate: {job.tokenized.rows.where}",

@@ -214,7 +214,7 @@ def sureness(
     Args:
         order: numbers to sort the answers by, if the probabilities round to 0; None to sort by these.
     """
-    p, is_right, order = np.asarray(numbers, float), np.asarray(right, bool), numbers if order is None else order
+    p, is_right = np.asarray(numbers, float), np.asarray(right, bool)
     abstention = None
     if abstain_below is not None:
         given = p >= abstain_below
@@ -224,7 +224,7 @@ def sureness(
         by=by,
         rows=len(p),
         right=int(is_right.sum()),
-        auroc=auroc(order, is_right),
+        auroc=auroc(numbers if order is None else order, is_right),
         calibration_error=calibration_error(p, is_right),
         abstention=abstention,
     )
@@ -233,7 +233,7 @@ def sureness(
 def sureness_lines(sure: Sureness) -> Iterator[str]:
     """Lines about how far the crowd's sureness can be trusted."""
     right, wrong = sure.right, sure.rows - sure.right
-    are_few = sure.auroc is None or min(right, wrong) < LEAST_OF_EACH
+    are_few = min(right, wrong) < LEAST_OF_EACH
     area = f"no AUROC below {LEAST_OF_EACH} of each" if are_few else f"{sure.auroc:.3f} AUROC of wrong answers"
     yield (f"{sure.by}, {right} right and {wrong} wrong: {area}, {sure.calibration_error:.3f} calibration error")
     if found := sure.abstention:

@@ -9,38 +9,33 @@ import logging
 import math
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
 from ci_llm.config import Config
 from ci_llm.core.durable import write_json
-from ci_llm.core.evaluation_file import NOBODY, Asked, Evaluation, Figure
-from ci_llm.core.memory import unless_out_of_memory
+from ci_llm.core.evaluation_file import NOBODY, Evaluation, Figure, Sureness
 from ci_llm.core.work import Listener, counted, listeners
 from ci_llm.crowd.card import public_name
 from ci_llm.crowd.given_path import is_base, require_checkpoint
-from ci_llm.crowd.judging import Classes, Ranking, rank
+from ci_llm.crowd.judging import Classes
 from ci_llm.crowd.metrics import Reader
-from ci_llm.crowd.objective import Preferences
 from ci_llm.crowd.pretrained import default_names, located
-from ci_llm.crowd.questions import Answers, answer_questions, asked_of
-from ci_llm.crowd.rewarding import RewardScorer
-from ci_llm.crowd.scoring import AnswerScores, Scores, base_scores, best_agent, fields_of, score
+from ci_llm.crowd.questions import Answers, answer_questions
+from ci_llm.crowd.scoring import AnswerScores, Scores, base_scores
 from ci_llm.crowd.uncertainty import Calibration, fit, of_text, signals
-from ci_llm.data.batches import in_order, pack
 from ci_llm.data.order import share
 from ci_llm.data.rows import Chat, question_of
-from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.precision import autocast_dtype
-from ci_llm.errors import OutOfMemory
 from ci_llm.evaluation import loading
+from ci_llm.evaluation.evaluator import OF_BASE
 from ci_llm.evaluation.predictions import (
     Predictions,
     Row,
@@ -50,9 +45,6 @@ from ci_llm.evaluation.predictions import (
     sureness,
     sureness_of_answers,
 )
-from ci_llm.objectives import objective_of
-from ci_llm.objectives.grpo import Grpo
-from ci_llm.objectives.grpo.rewards import require_answers, rewards_of
 from ci_llm.report.scores import failed_rows
 
 logger = logging.getLogger(__name__)
@@ -122,16 +114,17 @@ def _evaluate(request: loading.Request, checkpoint: Path | None) -> Evaluated:
             prompts = [_prompt(job, number) for number in range(len(job.questions))]
             with open_predictions(output, _source(job), prompts, overwrite=request.overwrite) as predictions:
                 resumed = len(predictions.rows)
-                scores, base = _fitting(job, _score)
-                _fitting(job, partial(_answer, predictions))
+                scores, base = _score(job)
+                job.evaluator.fitting(partial(_answer, job, predictions), job.saved.step or 0, job.batch_size)
             rows = predictions.rows
             if calibrated is not None:
                 job.crowd.calibration = _calibration(job, rows)
         else:
             if not job.crowd.settings.outputs and not job.is_rewarded:
                 loading.refuse_unanswerable(job)
-            resumed, rows = 0, []
-            scores, base = _fitting(job, _score)
+            resumed = 0
+            rows = []
+            scores, base = _score(job)
             if calibrated is not None:
                 scores = _calibrated(job, scores)
         if calibrated is not None and job.crowd.calibration is not None:
@@ -147,9 +140,6 @@ def _evaluate(request: loading.Request, checkpoint: Path | None) -> Evaluated:
     )
 
 
-# Precision and memory
-
-
 def _autocast(config: Config, device: torch.device) -> torch.autocast:
     """Autocast as in the evaluations of a training."""
     dtype = autocast_dtype(config.mixed_precision)
@@ -157,100 +147,42 @@ def _autocast(config: Config, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype, enabled=is_on)
 
 
-def _fitting(job: loading.Job, work: Callable[[loading.Job], T]) -> T:
-    """The result of `work`, which is repeated with half as many rows at a time if memory runs out.
-
-    Raises:
-        OutOfMemory: a single question does not fit.
-    """
-    while True:
-        found, complaint = unless_out_of_memory(partial(work, job))
-        if complaint is None:
-            return found  # type: ignore[return-value]
-        if job.batch_size == 1:
-            what = f"memory ran out with one question at a time: {complaint}"
-            raise OutOfMemory(what, where=str(job.request.run), hint="max_new_tokens_eval= or max_seq_length= lower")
-        job = replace(job, batch_size=job.batch_size // 2)
-        logger.warning(f"memory ran out ({complaint}): {job.batch_size} questions at a time")
-
-
-# Scores and answers
-
-
 def _score(job: loading.Job) -> tuple[Scores, Scores]:
-    """The scores of all rows, with the agents and by the base alone.
-
-    The batches are those of a training's evaluation, which does not have gradients either.
-    """
-    scorer = _scorer(job) if job.is_rewarded else None
-    scores = _scores(job, scorer, job.config.aggregator, "score")
-    if job.judged is not None:
-        scores = replace(scores, judged=_ranking(job, job.judged))
-    if not job.names or job.crowd.settings.outputs:
-        return scores, scores
-    with job.crowd.without_agents():
-        return scores, _scores(job, scorer, "probability", "score the base")
+    """The scores of all rows, with the agents and by the base alone."""
+    step = job.saved.step or 0
+    scores = base = job.evaluator.scores(step, job.batch_size)
+    if job.names and not job.crowd.settings.outputs:
+        base = job.evaluator.scores_of_base(step, job.batch_size)
+    assert scores is not None, "nobody asks to stop"
+    assert base is not None
+    return scores, base
 
 
-def _scores(job: loading.Job, scorer: RewardScorer | None, aggregator: str, what: str) -> Scores:
-    """The rewards of the rows where a scorer gives them, else their teacher-forced scores."""
-    rows, size = job.tokenized, job.batch_size if scorer else 4 * job.batch_size
-    parts = share(range(len(rows)), 0, 1, size)
-    batches = counted(parts, what, len(parts), "batches")
-    if scorer is None:
-        found = score(job.crowd, (pack([rows[number] for number in part], part) for part in batches), aggregator)
-    else:
-        scorer = replace(scorer, config=job.config.model_copy(update={"aggregator": aggregator}))
-        found = scorer.scores(job.crowd, rows, batches)
-    assert found is not None, "nobody asks to stop"
-    return found
+# Answers
 
 
-def _scorer(job: loading.Job) -> RewardScorer:
-    config, rows = job.config, job.tokenized.rows
-    objective = cast(Grpo, objective_of(config.objective, _each_config(job), job.crowd.device))
-    rewards = rewards_of(config.rewards or (), config.answer_column, config.max_completion_length)
-    require_answers(rewards, rows.column_sets, config.answer_column, rows.where)
-    return RewardScorer(config, objective, rewards)
-
-
-def _each_config(job: loading.Job) -> Sequence[Config]:
-    """The configuration of every agent, which knows nothing of agents that a changing crowd got later."""
-    each = job.config.each_agent
-    return each if len(each) == job.crowd.num_agents else [job.config] * job.crowd.num_agents
-
-
-def _ranking(job: loading.Job, rows: TokenizedRows) -> Ranking | None:
-    """The ranking of better and worse answers by the agents, which were trained for that."""
-    objective = Preferences(objective_of(job.config.objective, _each_config(job), job.crowd.device), job.crowd)
-    return rank(objective, in_order(rows, 2 * job.batch_size))
-
-
-def _answer(predictions: Predictions, job: loading.Job) -> None:
+def _answer(job: loading.Job, predictions: Predictions, size: int) -> None:
     """Answer the questions without a line yet, by agents, crowd and base, and write the lines batch by batch."""
-    batches = share(range(len(predictions.rows), len(job.questions)), 0, 1, job.batch_size)
-    answered = _answers_to(job, batches, job.config.aggregator, uncertainty=True)
+    batches = share(range(len(predictions.rows), len(job.questions)), 0, 1, size)
+    answers = partial(answer_questions, job.crowd, job.questions, max_new_tokens=job.evaluator.longest)
+    answered = answers(batches, aggregator=job.config.aggregator, uncertainty=True)
     for batch in counted(batches, "answer", len(batches), "batches"):
         ours = bases = [*islice(answered, len(batch))]
         if job.names:
             with job.crowd.without_agents():
-                bases = [*_answers_to(job, [batch], "probability")]
+                bases = [*answers([batch], aggregator=OF_BASE)]
         predictions.append([_row(job, *both) for both in zip(ours, bases, strict=True)])
-
-
-def _answers_to(
-    job: loading.Job, batches: Sequence[Sequence[int]], aggregator: str, *, uncertainty: bool = False
-) -> Iterator[Answers]:
-    longest = job.config.answer_tokens(job.questions.longest)
-    return answer_questions(job.crowd, job.questions, batches, longest, aggregator, uncertainty=uncertainty)
 
 
 def _row(job: loading.Job, answers: Answers, base: Answers) -> Row:
     """The line of one question in the predictions file. Free text is neither right nor wrong."""
-    source, number, sure = job.tokenized.rows.numbers, answers.number, of_text(answers.sure)
+    number = answers.number
+    sure = of_text(answers.sure)
     right = [*answers.right, base.right[0]]
-    *agents, crowd, vote, of_base = right if job.judged_by == "exact_match" else [None] * len(right)
-    count, canonical = len(job.names), job.tokenized.row_numbers[job.questions.rows[number]]
+    *agents, crowd, vote, of_base = right if job.evaluator.primary_metric == "exact_match" else [None] * len(right)
+    count = len(job.names)
+    source = job.tokenized.rows.numbers
+    canonical = job.tokenized.row_numbers[job.questions.rows[number]]
     return {
         "prompt": _prompt(job, number),
         "reference": job.questions.references[number],
@@ -281,13 +213,12 @@ def _prompt(job: loading.Job, number: int) -> str:
 
 def _calibrated(job: loading.Job, scores: Scores) -> Scores:
     """Fit the temperature of classes and give it to the crowd; returns the scores at this temperature."""
-    assert isinstance(scores.judged, Classes), "others were refused"
-    before, crowd = replace(scores.judged, temperature=1.0), job.crowd
-    crowd.calibration = Calibration.of_classes(
-        before.everyone[-1].log(), before.labels, **_about(job, len(before.labels))
-    )
-    judged = replace(before, temperature=crowd.calibration.temperature)
-    return replace(scores, judged=judged, nll=judged.outcome[1])
+    assert isinstance(scores.units, Classes), "others were refused"
+    before = replace(scores.units, temperature=1.0)
+    fitted = Calibration.of_classes(before.everyone[-1].log(), before.labels, **_about(job, len(before.labels)))
+    job.crowd.calibration = fitted
+    units = replace(before, temperature=fitted.temperature)
+    return replace(scores, units=units, nll=units.outcome[1])
 
 
 def _about(job: loading.Job, rows: int) -> dict[str, Any]:
@@ -306,14 +237,14 @@ def _calibration(job: loading.Job, rows: Sequence[Row]) -> Calibration:
 # The figures
 
 
-def _judged(job: loading.Job, rows: Sequence[Row]) -> tuple[AnswerScores | None, AnswerScores | None]:
+def _right_answers(job: loading.Job, rows: Sequence[Row]) -> tuple[AnswerScores | None, AnswerScores | None]:
     """The right answers of agents, crowd and vote, and those of the base; None for free text."""
-    if not rows or job.judged_by == "nll":
+    if not rows or job.evaluator.primary_metric == "nll":
         return None, None
     right, base = _right(rows), torch.tensor([[row["base_correct"] for row in rows]])
     if not job.names:
         right = torch.cat([base, right])  # a crowd of one
-    return AnswerScores(right, asked=_asked(job)), AnswerScores(base)
+    return AnswerScores(right, answered=job.evaluator.answered), AnswerScores(base)
 
 
 def _right(rows: Sequence[Row]) -> torch.Tensor:
@@ -322,37 +253,38 @@ def _right(rows: Sequence[Row]) -> torch.Tensor:
 
 
 def _evaluation(job: loading.Job, scores: Scores, base: Scores, rows: Sequence[Row]) -> Evaluation:
-    config, (right, base_right) = job.config, _judged(job, rows)
+    config, (right, base_right) = job.config, _right_answers(job, rows)
     heads, names = bool(job.crowd.settings.outputs), job.crowd.names
     rates = [own.learning_rate for own in config.each_agent]
-    found = fields_of(scores, right, heads=heads)
-    if right is None and not heads and not job.is_rewarded:
-        found |= _text_figures(job, scores, base)
-    if not job.names:
-        found |= {"exact_match": NOBODY, "nll": NOBODY, "teacher_forced": None}
     has_own = job.saved.run_config is not None and len(rates) == len(job.names)
-    has_best = bool(config.agents) and len(job.names) > 1
-    sure, below = None, job.request.abstain_below
-    if right is not None:
-        sure = sureness_of_answers(rows, job.crowd.calibration, config.aggregator, abstain_below=below)
-    elif isinstance(scores.judged, Classes):
-        sure = sureness("probability", scores.judged.everyone[-1].amax(-1), scores.right[-1], below)
-    return Evaluation(
-        **found,
+    more = dict[str, Any]()
+    if right is None and not heads and not job.is_rewarded:
+        more = _text_figures(job, scores, base)
+    if not job.names:
+        more |= {"exact_match": NOBODY, "nll": NOBODY, "teacher_forced": None}
+    return job.evaluator.evaluation(
+        scores,
+        right,
         task=job.request.data or config.task,
-        data=(job.tokenized.rows.where,),
-        rows_trained_on=job.tokenized.rows.trained_on,
-        aggregator=config.aggregator,
-        judged_by=job.judged_by,
         step=job.saved.step,
         base=None if heads else base_scores(base, base_right),
         names=tuple(job.names) if job.names != names else (),
         folders=tuple(names) if job.names and names != default_names(len(names)) else (),
         learning_rates=tuple(rates) if has_own else (),
-        best_agent=best_agent(scores, right, job.judged_by) if has_best else None,
         left_out=0 if heads or job.is_rewarded else job.questions.left_out,
-        sureness=sure,
+        sureness=_sureness(job, scores, right, rows),
+        **more,
     )
+
+
+def _sureness(job: loading.Job, scores: Scores, right: AnswerScores | None, rows: Sequence[Row]) -> Sureness | None:
+    """The quality of the crowd's sureness; None where nothing is right or wrong."""
+    below = job.request.abstain_below
+    if right is not None:
+        return sureness_of_answers(rows, job.crowd.calibration, job.config.aggregator, abstain_below=below)
+    if isinstance(scores.units, Classes):
+        return sureness("probability", scores.units.everyone[-1].amax(-1), scores.right[-1], below)
+    return None
 
 
 def _text_figures(job: loading.Job, scores: Scores, base: Scores) -> dict[str, Any]:
@@ -398,19 +330,15 @@ def _source(job: loading.Job) -> Source:
         rows=len(job.questions),
         aggregator=job.config.aggregator,
         step=job.saved.step,
-        **asdict(_asked(job)),
+        **asdict(job.evaluator.answered),
     )
-
-
-def _asked(job: loading.Job) -> Asked:
-    return asked_of([job.questions], job.config.answer_tokens(job.questions.longest))
 
 
 def failed_lines(found: Evaluated, most: int) -> Iterator[str]:
     """A line for each row that the crowd answered wrong, beginning with those of which it was most sure.
 
     Args:
-        most: at most so many rows are listed.
+        most: the most rows that are listed.
     """
     failed = failed_rows(found.rows)
     for row in failed[:most]:

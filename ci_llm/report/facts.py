@@ -334,9 +334,9 @@ class RunFacts:
     def evaluated_predictions(self) -> tuple[Mapping[str, Any], ...]:
         """The predictions, if the scores are those of these answers; else nothing."""
         scored = self.evaluation
-        if scored is None or scored.asked is None:
+        if scored is None or scored.answered is None:
             return ()
-        known = asdict(scored.asked) | {"step": scored.step, "aggregator": scored.aggregator}
+        known = asdict(scored.answered) | {"step": scored.step, "aggregator": scored.aggregator}
         return self.predictions if known.items() <= self.asked.items() else ()
 
 

@@ -86,6 +86,7 @@ def render(facts: RunFacts) -> str:
         settings=list(_settings(facts.config)) if facts.config else [],
         folder=shlex.quote(str(facts.folder)),
         curves=curves_command(facts.folder) if (facts.folder / "tensorboard").is_dir() else "",
+        has_heads=evaluation is not None and evaluation.measured_by == "heads",
         is_final=(facts.folder / "final_checkpoint").is_dir(),
         most_lines=MOST_LINES,
     )

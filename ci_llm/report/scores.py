@@ -124,7 +124,7 @@ def scores(evaluation: Evaluation) -> list[Score]:
 
 def as_line(evaluation: Evaluation) -> Record:
     """An evaluation as a line of metrics.jsonl: its step, and a number for each agent and for the crowd."""
-    known = {"nll": evaluation.nll, "exact_match": evaluation.exact_match, **evaluation.judged_figures}
+    known = {"nll": evaluation.nll, "exact_match": evaluation.exact_match, **evaluation.objective_figures}
     everyone = [*evaluation.agent_folders, "crowd"]
     values = {
         f"eval/{who}/{name}": value
@@ -141,30 +141,30 @@ def gains(evaluation: Evaluation) -> Iterator[tuple[str, Gain]]:
     over = (found.crowd_minus_mean, found.crowd_minus_best, found.crowd_minus_vote)
     for name, gain in zip(("the agents' mean", "the best agent", "a majority vote"), over, strict=True):
         if gain is not None:
-            is_known = gain.interval95 is not None and math.isfinite(gain.interval95)
-            half = gain.interval95 if is_known else None
             if measure == "nll" and (better := evaluation.measures.gain):
-                yield name, Gain(-gain.value, half, True, evaluation.n, better)
+                yield name, Gain(-gain.value, gain.interval95, True, evaluation.n, better)
             else:
-                yield name, Gain(gain.value, half, True, evaluation.n, measure)
+                yield name, Gain(gain.value, gain.interval95, True, evaluation.n, measure)
 
 
-def notes(evaluation: Evaluation, run: Path | str) -> Iterator[str]:
+def notes(evaluation: Evaluation, run: Path | str | None) -> Iterator[str]:
     """Lines for people: other figures, the best of agents that differ in settings, and a crowd that adds nothing.
 
     Args:
-        run: the argument RUN of the commands in the lines.
+        run: the argument RUN of the commands in the lines; None for lines in the folder of the agents.
     """
-    yield from judged_lines(evaluation)
+    yield from objective_lines(evaluation)
     names = evaluation.agent_names
     if found := evaluation.best_agent:
-        rows, better, worse = found.rows_better + found.rows_worse, found.rows_better, found.rows_worse
-        tell = f"{rows} rows tell it from {names[found.next]}, {better} for it and {worse} against"
+        better, worse = found.rows_better, found.rows_worse
+        tell = f"{better + worse} rows tell it from {names[found.next]}, {better} for it and {worse} against"
         yield f"best agent: {names[found.agent]}; {tell}"
     if len(names) > 1 and not evaluation.sets and (nothing := _adds_nothing(evaluation)):
         best, why = nothing
         folder = evaluation.agent_folders[best]
-        serve = shlex.join(["ci-llm", "export", str(run), "--agent", folder, "--to", folder])
+        serve = f"the PEFT folder {folder}"
+        if run is not None:
+            serve = shlex.join(["ci-llm", "export", str(run), "--agent", folder, "--to", folder])
         yield f"the crowd adds nothing{why} rows; {names[best]} alone costs 1/{len(names)}: {serve}"
 
 
@@ -177,7 +177,8 @@ def _adds_nothing(evaluation: Evaluation) -> tuple[int, str] | None:
     nll, crowd, exact = evaluation.nll.agents, evaluation.nll.crowd, evaluation.exact_match.agents
     if crowd is None or not all(map(math.isfinite, (*nll, crowd))):
         return None
-    best, words = nll.index(min(nll)), evaluation.measures
+    best = nll.index(min(nll))
+    words = evaluation.measures
     if crowd > nll[best]:
         rows = evaluation.solutions.n
         unit, sign = (words.gain, -1) if words.gain else (words.loss, 1)
@@ -192,7 +193,7 @@ def _adds_nothing(evaluation: Evaluation) -> tuple[int, str] | None:
     return None
 
 
-def table(evaluation: Evaluation, run: Path | str) -> Iterator[str]:
+def table(evaluation: Evaluation, run: Path | str | None) -> Iterator[str]:
     """An evaluation for a terminal, line by line; for `run` see `notes`."""
     found, are_several = scores(evaluation), len(evaluation.nll.agents) > 1
     if not are_several:  # the crowd is the agent
@@ -230,11 +231,15 @@ def _columns(evaluation: Evaluation, found: Sequence[Score]) -> Iterator[tuple[s
         yield "learning rate", 15, shown(rates, "g")
 
 
-def judged_lines(evaluation: Evaluation) -> Iterator[str]:
+def objective_lines(evaluation: Evaluation) -> Iterator[str]:
     """Lines about pairs, ratings, classes and numbers, with 95 % intervals."""
-    for name, found in evaluation.judged_figures.items():
+    rated = evaluation.preferences.auroc if evaluation.preferences else None
+    why = "numbers of the agents are not finite"
+    if rated is not None and math.isnan(_crowd(rated)):
+        why = "all rows that were evaluated are good, or all are bad"
+    for name, found in evaluation.objective_figures.items():
         if found.crowd is None or math.isnan(found.crowd):
-            yield f"{METRICS[name].told}: not known, for all rows that were evaluated are good, or all are bad"
+            yield f"{METRICS[name].told}: not known, for {why}"
             continue
         agents = ", ".join(f"{own:.3f}" for own in found.agents)
         within = " ({:.3f} to {:.3f})".format(*found.intervals95.crowd) if found.intervals95 else ""
@@ -263,8 +268,8 @@ def what_evaluated(evaluation: Evaluation) -> str:
     """A line for people: how, on which rows and on which data set an evaluation has measured."""
     rows = rows_evaluated(evaluation.n, evaluation.rows_trained_on)
     of = f"{how_measured(evaluation)}, over {rows}; data set {', '.join(evaluation.data)}"
-    if evaluation.asked and evaluation.asked.metric != "exact_match":
-        of += f"; right is what {evaluation.asked.metric} finds equal"
+    if evaluation.answered and evaluation.answered.metric != "exact_match":
+        of += f"; right is what {evaluation.answered.metric} finds equal"
     return f"{of}; {_BY_OWN_ROWS}" if evaluation.sets else of
 
 
@@ -299,7 +304,7 @@ def differences(
     else:
         own, others = _crowd(one.exact_match), _crowd(other.exact_match)
         yield Gain(own - others, unpaired_interval(own, one.n, others, other.n), False, rows)
-    known, theirs = one.judged_figures, other.judged_figures
+    known, theirs = one.objective_figures, other.objective_figures
     for name in (name for name in known if name in theirs):
         mine, their = known[name], theirs[name]
         half = None

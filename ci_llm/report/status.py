@@ -133,20 +133,20 @@ class Reading:
         return not is_launched_again or self.heartbeat_age_s > _PATIENCE_S
 
     def record(self) -> dict[str, object]:
-        """Plain values for `--json`; an unknown value is null."""
+        """Plain values for `--json`; an unknown value is None, or NaN."""
         return asdict(self.status) | {
             "folder": str(self.folder),
             "exit_code": self.status.exit_code,
             "left_s": None if self.left_s is None else round(self.left_s, 1),
-            "steps_per_s": _known(self.steps_per_s),
-            "tokens_per_s": _known(self.tokens_per_s),
-            "learning_rate": _known(number(self.training.get("train/learning_rate"))),
+            "steps_per_s": self.steps_per_s,
+            "tokens_per_s": self.tokens_per_s,
+            "learning_rate": number(self.training.get("train/learning_rate")),
             "losses": {
                 "step": self.training.get("step"),
-                "mean": _known(self.loss),
-                "agents": [*map(_known, self.losses)],
+                "mean": self.loss,
+                "agents": self.losses,
             },
-            "evaluation": self.scores and {key: _known(value) for key, value in vars(self.scores).items()},
+            "evaluation": self.scores and asdict(self.scores),
             "heartbeat_age_s": round(self.heartbeat_age_s, 1),
             "slurm_job": self.slurm_job,
         }
@@ -167,11 +167,6 @@ def _of_agents(record: Record, group: str, measure: str) -> list[float]:
     pattern = re.compile(rf"{group}/agent(\d+)/{measure}")
     found = {int(match[1]): number(value) for key, value in record.items() if (match := pattern.fullmatch(key))}
     return [found[k] for k in sorted(found)]
-
-
-def _known(value: Any) -> Any:
-    """The value, or None for a number that is not finite: JSON has none."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def lines(reading: Reading) -> list[str]:

@@ -17,13 +17,14 @@ from functools import partial
 from typing import Any
 
 from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.objective import objective_of
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.errors import BadInput
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.exactness import record_bits
 from ci_llm.run.optimizer import moments_of, set_agents
 from ci_llm.run.run_checkpoint import STOPPED
-from ci_llm.run.start.agent_settings import assign_training, crowd_settings, describe, trained_objective
+from ci_llm.run.start.agent_settings import assign_training, crowd_settings, describe
 from ci_llm.run.start.loading import steps_of
 from ci_llm.run.step.requests import decide, read_waiting
 from ci_llm.run.step.state import CrowdChange, TrainState
@@ -73,9 +74,8 @@ def keep_agents(trainer: Trainer, state: TrainState, kept: Sequence[int]) -> Non
     set_agents(optimizer, crowd.agents, moments)
     trainer.nonfinite.last_good.keep_agents(crowd.storage.rows, kept)
     trainer.metrics.keep_agents(kept)
-    trainer.objective = trained_objective(trainer.present_config, crowd)
-    trainer.evaluator.objective = trainer.objective
-    trainer.evaluator.rows = trainer.evaluator.rows.of_agents(kept)
+    trainer.objective = objective_of(trainer.present_config, crowd)
+    trainer.evaluator.keep_agents(trainer.present_config, trainer.objective, kept)
 
 
 def return_to(trainer: Trainer, saved: TrainState) -> None:

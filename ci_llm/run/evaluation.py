@@ -1,6 +1,6 @@
 """The evaluations of a run: on the way, where they decide which step is best, and at its end, with its results.
 
-`Evaluator` (step/evaluator.py) computes the scores; here they become decisions, metrics, lines and evaluation.json.
+`Evaluator` computes the scores; here they become decisions, metrics, lines and evaluation.json.
 """
 
 from __future__ import annotations
@@ -19,13 +19,21 @@ from ci_llm.checkpoints.layout import FINAL
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.config import Config
-from ci_llm.core.evaluation_file import BestSteps, Ending, Evaluation, Figure, RowSet, read_evaluation, write_evaluation
-from ci_llm.core.measures import LEAST_ROWS, JudgedBy, measures_of
+from ci_llm.core.evaluation_file import (
+    BestSteps,
+    Ending,
+    Evaluation,
+    Figure,
+    RowSet,
+    read_evaluation,
+    write_evaluation,
+)
+from ci_llm.core.measures import LEAST_ROWS, PrimaryMetric, measures_of
 from ci_llm.core.quantities import count
 from ci_llm.core.run_folder import EVALUATION
 from ci_llm.core.run_status import readable_status
 from ci_llm.crowd.crowd import Crowd, load_state
-from ci_llm.crowd.scoring import AnswerScores, Scores, Solved, best_agent, fields_of, parts_of_rows
+from ci_llm.crowd.scoring import AnswerScores, Scores, Solved, parts_of_rows
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint, RewardFailed
@@ -57,12 +65,12 @@ def evaluate(trainer: Trainer, attempt: Attempt) -> str | None:
         attempt.log.metrics(step, metrics)
         note_evaluation(trainer, attempt, metrics)
         evaluator.last_scores = scores
-        line = describe_scores(step, scores, evaluator.judged_by)
+        line = describe_scores(step, scores, evaluator.primary_metric)
         logger.info(f"{line}{trainer.state.best_note}")
         call_event(trainer, attempt, "on_evaluate", metrics=metrics)
         if trainer.is_finished:
             logger.info(f"early stopping after step {step}: {trainer.state.validation.described()}")
-    return evaluator.vote.reason()
+    return evaluator.stop_reason()
 
 
 def note_evaluation(trainer: Trainer, attempt: Attempt, metrics: Mapping[str, Any]) -> None:
@@ -91,7 +99,8 @@ def result_of(config: Config, state: TrainState, manager: CheckpointManager, pro
     if not config.load_best_model_at_end or best is None or best == state.step:
         return None
     manager.wait_until_finished()  # an error of the last save says nothing about the best one
-    found, damage = None, None
+    found: Checkpoint | None = None
+    damage: str | None = None
     try:
         found = manager.read(best)
     except CheckpointError as error:
@@ -115,7 +124,7 @@ def _weights_of(checkpoint: Checkpoint, crowd: Crowd) -> Iterator[None]:
         weights.copy_(own)
 
 
-def describe_scores(step: int, scores: Scores, judged_by: JudgedBy = "exact_match") -> str:
+def describe_scores(step: int, scores: Scores, primary: PrimaryMetric = "exact_match") -> str:
     """A line for people: the scores of the crowd and the means of its agents; free text has only an NLL.
 
     If there are few rows, the line says how many.
@@ -125,11 +134,11 @@ def describe_scores(step: int, scores: Scores, judged_by: JudgedBy = "exact_matc
     rows = scores.right.shape[1]
     few = f", on {count(rows, 'row')}" if rows < LEAST_ROWS else ""
     where = f"evaluate  step {step}{few}:"
-    if scores.judged is not None:
+    if scores.units is not None:
         if int(scores.tokens.max()) > 1:
-            return f"{where} {scores.judged}; crowd nll {nll:.3f}, of the better answers"
-        return f"{where} {scores.judged}; crowd {measures_of(scores.judged.objective).loss} {nll:.3f}"
-    if judged_by == "nll":
+            return f"{where} {scores.units}; crowd nll {nll:.3f}, of the better answers"
+        return f"{where} {scores.units}; crowd {measures_of(scores.units.objective).loss} {nll:.3f}"
+    if primary == "nll":
         return f"{where} crowd nll {nll:.3f}; agents nll {fmean(agents_nll):.3f}"
     crowd = f"crowd nll {nll:.3f}, exact {exact:.3f}"
     return f"{where} {crowd}; agents nll {fmean(agents_nll):.3f}, exact {fmean(agents):.3f}"
@@ -162,7 +171,7 @@ def evaluation_metrics(scores: Scores, names: Sequence[str]) -> dict[str, float]
     for name, exact, nll in zip([*names, "crowd"], scores.exact_match, scores.mean_nll, strict=True):
         metrics[f"eval/{name}/nll"] = nll
         metrics[f"eval/{name}/exact_match"] = exact
-    return metrics if scores.judged is None else metrics | scores.judged.metrics(names)
+    return metrics if scores.units is None else metrics | scores.units.metrics(names)
 
 
 def result_metrics(evaluation: Evaluation, names: Sequence[str]) -> dict[str, float]:
@@ -181,8 +190,10 @@ def result_metrics(evaluation: Evaluation, names: Sequence[str]) -> dict[str, fl
 
 def scores_of_sets(scores: Scores, rows: EvaluationRows) -> Iterator[RowSet]:
     """The teacher-forced scores of all agents on each set of rows; none if all agents share one."""
+    if rows.are_common:
+        return
     start = 0
-    for number, evaluated in enumerate(() if rows.are_common else rows.sets):
+    for number, evaluated in enumerate(rows.sets):
         part = scores.rows(slice(start, start := start + len(evaluated)))
         *agents, crowd = part.exact_match
         *agents_nll, crowd_nll = part.mean_nll
@@ -226,8 +237,8 @@ def conclude(trainer: Trainer, attempt: Attempt) -> tuple[str | None, Evaluation
     Returns:
         the reason if the run was interrupted meanwhile; else None, and the evaluation.
     """
-    evaluator, state, rows = trainer.evaluator, trainer.state, trainer.evaluator.rows
-    logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(rows), rows.trained_on)}")
+    evaluator, state = trainer.evaluator, trainer.state
+    logger.info(f"evaluate  agents and crowd on {rows_evaluated(len(evaluator.rows), evaluator.rows.trained_on)}")
     is_known = state.validation.step == state.step  # early stopping ends a run after an evaluation
     scores = evaluator.last_scores if is_known else None
     if scores is None:
@@ -244,7 +255,7 @@ def conclude(trainer: Trainer, attempt: Attempt) -> tuple[str | None, Evaluation
             scores = evaluator.scores(step, trainer.micro_batch_size)
         answers = evaluator.answers(step, trainer.micro_batch_size) if scores is not None else None
     base = None if scores is None else evaluator.base(step, trainer.micro_batch_size, answers=answers is not None)
-    stop = evaluator.vote.reason()
+    stop = evaluator.stop_reason()
     if stop is not None or scores is None:
         return stop, None
     attempt.log.report_save(attempt.manager.last_result)
@@ -295,21 +306,15 @@ def _evaluation(
     trainer: Trainer, attempt: Attempt, step: int, scores: Scores, answers: AnswerScores | None
 ) -> Evaluation:
     """The evaluation of the step that is the result of the run, without the base."""
-    config, rows, state = trainer.present_config, trainer.evaluator.rows, trainer.state
-    judged_by, has_best = trainer.evaluator.judged_by, len(config.agents) > 1 and rows.are_common
-    return Evaluation(
-        **fields_of(scores, answers, heads=bool(trainer.crowd.settings.outputs)),
-        task=config.task,
-        data=tuple(part.rows.where for part in rows.sets),
-        rows_trained_on=rows.trained_on,
-        aggregator=config.aggregator,
-        judged_by=judged_by,
+    config, state = trainer.present_config, trainer.state
+    return trainer.evaluator.evaluation(
+        scores,
+        answers,
         step=step,
         names=tuple(config.agent_names) if config.agents else (),
         folders=tuple(trainer.crowd.names) if state.history.made else (),
         learning_rates=tuple(own.learning_rate for own in config.each_agent),
-        best_agent=best_agent(scores, answers, judged_by) if has_best else None,
-        sets=tuple(scores_of_sets(scores, rows)),
+        sets=tuple(scores_of_sets(scores, trainer.evaluator.rows)),
         of_rows=parts_of_rows(scores, answers) if config.trial_steps else None,  # a sweep compares them
         dropped=state.dropped,
         ending=Ending(

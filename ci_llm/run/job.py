@@ -211,7 +211,7 @@ def _train_and_conclude(trainer: Trainer, attempt: Attempt, start: beginning.Sta
         _open_log(trainer, attempt)
         with _watched(trainer, attempt):
             call_event(trainer, attempt, "on_train_begin")
-            stop = trainer.evaluator.vote.reason() or train(trainer, attempt, batches)
+            stop = trainer.evaluator.stop_reason() or train(trainer, attempt, batches)
             if stop is None:
                 stop, found = conclude(trainer, attempt)
             call_event(trainer, attempt, "on_train_end")
@@ -313,7 +313,7 @@ def _recover_evaluation(trainer: Trainer, attempt: Attempt, *, from_log: bool) -
     metric = trainer.config.metric_for_best_model
     if (before := trainer.state.validation.metric) != metric:
         logger.info(f"          best so far was by {before}: from here on by {metric} alone")
-        trainer.state = trainer.state.judged_by(metric)
+        trainer.state = trainer.state.with_metric(metric)
     if from_log and trainer.evaluation_missed:
         known = trainer.processes.broadcast_object(metrics_of(trainer.config.run_folder, trainer.state.step))
         if f"eval/crowd/{metric}" in known:
@@ -353,7 +353,7 @@ def _open_log(trainer: Trainer, attempt: Attempt) -> None:
         agent_steps=trainer.state.agent_steps,
         best_step=trainer.state.validation.best_step,
         objective=objectives.measured_as(config),
-        judged_by=trainer.evaluator.judged_by,
+        judged_by=trainer.evaluator.primary_metric,
         micro_batch_size=trainer.micro_batch_size,
         warning=attempt.learning.earlier,
         first_loss=attempt.learning.first_loss,

@@ -66,7 +66,7 @@ def train(trainer: Trainer, attempt: Attempt, batches: Batches) -> str | None:
         call_event(trainer, attempt, "on_step_end")
         report(trainer, attempt, verdict, findings, norms)
         change_crowd(trainer, attempt, verdict)
-        stop = verdict.stop or (trainer.evaluator.vote.reason() if attempt.callbacks.may_stop else None)
+        stop = verdict.stop or (trainer.evaluator.stop_reason() if attempt.callbacks.may_stop else None)
         if stop or verdict.save or trainer.state.step == trainer.total_steps:
             save(trainer, attempt)
         if stop is None and trainer.evaluation_due:

@@ -144,7 +144,7 @@ class Result:
 logger = logging.getLogger(__name__)
 
 
-def score_table(evaluation: Evaluation, run: Path | str) -> str:
+def score_table(evaluation: Evaluation, run: Path | str | None) -> str:
     """Base and agents beside the crowd; for `run` see `ci_llm.report.scores.table`."""
     lines = [*table(evaluation, run)]
     if evaluation.ending and evaluation.ending.warning:
@@ -158,8 +158,9 @@ def final_card(evaluation: Evaluation, crowd: Crowd, datasets: Iterable[str], st
     facts = CardFacts(
         base=crowd.base_name,
         ranks=[config["r"] for config in configs],
+        agents=crowd.names,
         trained=f" for {step} optimizer steps on `{', '.join(map(public_name, datasets))}`",
-        scores=score_table(replace(evaluation, data=tuple(map(public_name, evaluation.data))), "."),
+        scores=score_table(replace(evaluation, data=tuple(map(public_name, evaluation.data))), None),
         notes=[
             "The folder is also a complete checkpoint: `resume_from_checkpoint` takes it, with a larger"
             " `max_train_steps`, and trains on from there."

@@ -29,7 +29,7 @@ from ci_llm.config.own_keys import NAME
 from ci_llm.core.run_folder import OF_A_RUN, SWEEP
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
-from ci_llm.crowd.objective import TrainedObjective
+from ci_llm.crowd.objective import TrainedObjective, objective_of
 from ci_llm.crowd.rewarding import Drawer
 from ci_llm.data.agent_rows import Courses, EvaluationRows
 from ci_llm.data.prompts import Prompter
@@ -37,11 +37,11 @@ from ci_llm.data.sources import row_kind
 from ci_llm.distributed.precision import slow_bf16
 from ci_llm.distributed.processes import Processes, peer_errors
 from ci_llm.errors import ConfigError
+from ci_llm.evaluation.evaluator import Evaluator, StopVote
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.optimizer import build_optimizer
 from ci_llm.run.start import agent_settings, loading
 from ci_llm.run.start.cost_model import resolve_auto
-from ci_llm.run.step.evaluator import Evaluator, StopVote
 from ci_llm.run.step.nonfinite import LastGood, NonFiniteResponse
 from ci_llm.run.step.out_of_memory import MemoryRelief
 from ci_llm.run.step.rollout import Rollouts
@@ -273,7 +273,7 @@ def assemble(config: Config, processes: Processes, attempt: Attempt, loaded: loa
     optimizer = build_optimizer(config, crowd.agents)
     attempt.manager.watch(optimizer)
     memory = MemoryRelief(config, loaded.base, crowd, processes.num_processes)
-    objective = agent_settings.trained_objective(config, crowd)
+    objective = objective_of(config, crowd)
     return Trainer(
         config=config,
         processes=processes,
@@ -296,9 +296,9 @@ def assemble(config: Config, processes: Processes, attempt: Attempt, loaded: loa
             crowd,
             EvaluationRows.of(loaded.eval_rows),  # answers alone are evaluated, whatever is learned
             objective,
-            loaded.judged,
+            loaded.preferences,
             StopVote(processes, attempt.interrupts, heartbeat.tick),
-            memory,
+            memory.exhausted,
             lambda **fields: attempt.status.note(**fields),  # the status is another object once the attempt has begun
         ),
         heartbeat=heartbeat,

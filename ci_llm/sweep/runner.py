@@ -16,7 +16,7 @@ from typing import Any, Final
 from ci_llm.base.load import auto_class, load_architecture
 from ci_llm.checkpoints.layout import FINAL
 from ci_llm.checkpoints.manager import CheckpointManager
-from ci_llm.checkpoints.manifest import open_folder
+from ci_llm.checkpoints.manifest import Opened, open_folder
 from ci_llm.cluster.launch import Launch, exit_code_after_stop
 from ci_llm.config import Config, as_typed
 from ci_llm.config.auto import AUTO, stands_for
@@ -28,6 +28,8 @@ from ci_llm.core.quantities import count, size
 from ci_llm.core.run_folder import BEST
 from ci_llm.core.run_status import RunStatus
 from ci_llm.crowd.card import CardFacts, adapter_card, public_name
+from ci_llm.crowd.given_path import META_FILE
+from ci_llm.crowd.pretrained import class_names
 from ci_llm.data.agent_rows import sampled
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import BadInput, CheckpointError, ConfigError, NonFinite, StoppedBeforeMeeting
@@ -136,7 +138,7 @@ def write_best(sweep: Sweep) -> Path | None:
     opened = open_folder(sweep.segment_folder(trial.segment or 0) / FINAL)
     prefix = f"agent{trial.place}/"
     files = {name.removeprefix(prefix): data for name, data in opened.files.items() if name.startswith(prefix)}
-    files["README.md"] = _card(sweep, trial, json.loads(files[_CONFIG]), opened.manifest.step).encode()
+    files["README.md"] = _card(sweep, trial, opened, json.loads(files[_CONFIG])).encode()
     try:
         for leftover in sweep.folder.glob(f".{BEST}.*"):
             remove_tree(leftover)
@@ -148,8 +150,9 @@ def write_best(sweep: Sweep) -> Path | None:
     return target
 
 
-def _card(sweep: Sweep, trial: Trial, config: Mapping[str, object], step: int) -> str:
+def _card(sweep: Sweep, trial: Trial, opened: Opened, config: Mapping[str, object]) -> str:
     standings, shared = sweep.standings, sweep.config
+    head = json.loads(opened.files[META_FILE]).get("head", {})
     settings = ", ".join(f"`{key}` {as_typed(value)}" for key, value in trial.settings.items())
     what = (
         f"This LoRA adapter is the best of {len(standings.trials)} trials of a sweep, by {standings.plan.metric}"
@@ -158,8 +161,10 @@ def _card(sweep: Sweep, trial: Trial, config: Mapping[str, object], step: int) -
     facts = CardFacts(
         base=str(config["base_model_name_or_path"]),
         ranks=[int(str(config["r"]))],
-        trained=f" for {step} optimizer steps on `{', '.join(map(public_name, shared.dataset_names))}`",
+        trained=f" for {opened.manifest.step} optimizer steps on `{', '.join(map(public_name, shared.dataset_names))}`",
         opened_with=auto_class(load_architecture(shared.model_name)).__name__,
+        num_labels=head.get("num_labels", 0),
+        classes=class_names(head),
     )
     return adapter_card(facts, f"The best of {len(standings.trials)} trials", what)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import fields, replace
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from ci_llm.core.evaluation_file import (
-    Asked,
+    NOBODY,
+    AnsweredQuestions,
     BaseScores,
     Best,
     BestSteps,
@@ -44,7 +46,7 @@ FULL = Evaluation(
     nll=NLL,
     step=3,
     teacher_forced=TeacherForced(8, Figure((0.0, 0.5), 0.5)),
-    asked=Asked("a1", "exact_match", 64),
+    answered=AnsweredQuestions("a1", "exact_match", 64),
     base=BaseScores(0.0, 3.5),
     preferences=Judgement(9, accuracies=Figure((1.0, 0.5), 0.5, intervals95=Intervals(((0, 1), (0, 1)), (0.25, 0.75)))),
     sets=(RowSet("one", 4, "none", "teacher_forcing", (0,), EXACT, NLL),),
@@ -58,7 +60,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read_evaluation(tmp_path) is None
     write_evaluation(tmp_path, FULL, None)
     assert read_evaluation(tmp_path) == FULL
-    plain = replace(FULL, asked=None, ending=None, teacher_forced=None)
+    plain = replace(FULL, answered=None, ending=None, teacher_forced=None)
     assert Evaluation.from_dict(plain.to_dict()) == plain
     assert {"questions", "last_step", "teacher_forced", "names", "tokens"}.isdisjoint(plain.to_dict())
 
@@ -79,9 +81,24 @@ def test_a_number_that_is_none_comes_back_from_every_place(tmp_path: Path) -> No
         assert repr(again) == repr(found)
 
 
+def test_a_number_that_is_not_known_is_null_in_the_file_and_nan_here(tmp_path: Path) -> None:
+    unknown = Figure((math.nan, 1.0), math.nan, crowd_minus_mean=Difference(math.nan, None))
+    write_evaluation(tmp_path, replace(FULL, nll=unknown), None)
+    file = tmp_path / "evaluation.json"
+    nothing = {"value": None, "interval95": None}
+    assert json.loads(file.read_text())["nll"] == {"agents": [None, 1.0], "crowd": None, "crowd_minus_mean": nothing}
+    found = read_evaluation(tmp_path)
+    assert found
+    assert repr(found.nll) == repr(unknown)
+    older = file.read_text().replace('"crowd": null', '"crowd": {"$float": "nan"}', 1)
+    file.write_text(older)
+    assert repr(read_evaluation(tmp_path)) == repr(found), "as earlier versions wrote it"
+    assert Evaluation.from_dict(replace(FULL, nll=NOBODY).to_dict()).nll == NOBODY
+
+
 def test_the_file_has_its_form() -> None:
     found = FULL.to_dict()
-    assert {"asked", "ending"}.isdisjoint(found)
+    assert {"answered", "ending"}.isdisjoint(found)
     assert (found["questions"], found["metric"], found["max_new_tokens"]) == ("a1", "exact_match", 64)
     assert (found["last_step"], found["stopped_early"], found["warning"]) == (4, True, None)
     assert found["best"] == {
@@ -112,11 +129,11 @@ def test_another_file_is_refused(tmp_path: Path, change: dict[str, Any], told: s
 
 
 def test_objectives_are_told_by_their_figures() -> None:
-    assert [*FULL.judged_figures] == ["rewards/accuracies"]
+    assert [*FULL.objective_figures] == ["rewards/accuracies"]
     assert {*FULL.figures} == {"nll", "exact_match", "rewards/accuracies"}
     assert FULL.figures["nll"] == NLL
     rated = replace(FULL, preferences=Judgement(9, auroc=NLL))
-    assert [*rated.judged_figures] == ["rewards/auroc"]
+    assert [*rated.objective_figures] == ["rewards/auroc"]
     heads = replace(FULL, measured_by="heads")
     assert (FULL.measures.loss, heads.measures.loss) == ("nats per token", "nats per pair")
     assert replace(heads, preferences=None).measures.right == "accuracy"

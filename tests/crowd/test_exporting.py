@@ -23,6 +23,7 @@ from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cli.main import main
 from ci_llm.config import parse_config
 from ci_llm.crowd import exporting
+from ci_llm.crowd.card import CardFacts, crowd_card
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.exporting import prepare
 from ci_llm.crowd.merging import merge_of
@@ -202,6 +203,21 @@ def test_the_snippets_of_a_card_run(source: Path, tmp_path: Path, monkeypatch: p
             if model is not None:
                 ids = names["tokenizer"]("3 + 4 =", return_tensors="pt").input_ids
                 assert model(input_ids=ids).logits.isfinite().all()
+
+
+def test_the_card_of_a_crowd_names_the_agents_that_there_are(tmp_path: Path) -> None:
+    facts = CardFacts(base="embedded", ranks=[2, 2], agents=["agent1", "agent3"])
+    card = crowd_card(facts)
+    assert "agent0" not in card
+    assert 'PeftModel.from_pretrained(base, "agent1")' in card
+    here = tmp_path / "a folder"
+    here.mkdir()
+    [serve] = re.findall(r"```bash\n.*?\n(vllm .*?)```", card, re.DOTALL)
+    script = f"vllm() {{ printf '%s\\n' \"$@\"; }}\nBASE='a base'\n{serve}"
+    given = subprocess.run(["bash", "-ec", script], cwd=here, text=True, capture_output=True, check=True).stdout
+    words = given.splitlines()
+    assert words[:2] == ["serve", "a base"]
+    assert words[words.index("--lora-modules") + 1 :] == [f"{name}={here}/{name}" for name in facts.agents]
 
 
 def export(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
 import torch
+from ci_llm.sweep.trials import Trial
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -16,7 +18,7 @@ from ci_llm.base.load import load_base
 from ci_llm.config import Config
 from ci_llm.crowd import exporting
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.importing import load_initial_adapters
+from ci_llm.crowd.importing import import_crowd, load_initial_adapters
 from ci_llm.crowd.objective import Preferences
 from ci_llm.crowd.uncertainty import Calibration
 from ci_llm.data.batches import pack
@@ -28,6 +30,7 @@ from ci_llm.errors import BadInput, ForeignCheckpoint, ModelError
 from ci_llm.lora.heads import SCORE
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import objective_of
+from ci_llm.sweep.runner import write_best
 from tests.crowd.test_preferences import ALPHA, RANK, ROWS, STEPS, K, example, gradients_of, load, step_of
 from tests.support.campaign import sampled, sampled_cases
 from tests.support.micro_steps import owned
@@ -270,6 +273,31 @@ def test_plain_peft_scores_texts_alike(tmp_path: Path) -> None:
     torch.testing.assert_close((found[0] + found[1]) / 2, wanted, rtol=0, atol=1e-5)
     torch.testing.assert_close(found[1], found[2], rtol=0, atol=1e-6)
     torch.testing.assert_close(crowd[1](**rows).logits.softmax(-1), found[1], rtol=0, atol=1e-5)
+
+
+def test_agents_with_heads_are_not_imported(tmp_path: Path) -> None:
+    saved(tmp_path / "crowd")
+    with pytest.raises(ModelError, match="scores texts by a head, and only adapters that write answers") as refusal:
+        import_crowd([tmp_path / "crowd"], tmp_path / "imported")
+    assert "init_from=" in str(refusal.value.hint)
+
+
+def test_the_card_of_the_best_of_a_sweep_opens_its_head(tmp_path: Path) -> None:
+    saved(tmp_path / "crowd", ("low", "middle", "high")).detach()
+    (tmp_path / "crowd").rename(tmp_path / "final_checkpoint")
+    best = Trial(0, {"learning_rate": 0.1}, (0.5,), 0, 1)
+    sweep: Any = SimpleNamespace(
+        folder=tmp_path,
+        best=best,
+        has_winner=True,
+        segment_folder=lambda _: tmp_path,
+        standings=SimpleNamespace(trials=[best], plan=SimpleNamespace(metric="nll")),
+        config=Config(),
+    )
+    card = (write_best(sweep) or tmp_path).joinpath("README.md").read_text()
+    assert "num_labels=3)  # low, middle, high" in card
+    for word in ("AutoModelForCausalLM", "vllm", "gguf"):
+        assert word not in card
 
 
 def test_a_saved_crowd_keeps_the_order_of_its_classes(tmp_path: Path) -> None:

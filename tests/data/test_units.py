@@ -99,7 +99,7 @@ def test_labels_are_true_or_false_in_any_writing(label: object, good: bool, tmp_
 def test_rows_to_evaluate_on_are_the_preferred_answers(tmp_path: Path) -> None:
     assert [*rows_of(tmp_path, TEXTS, split="eval")] == [Completion("2 + 2?\n", "4")]
     assert [*rows_of(tmp_path, RATED, RATED | {"label": False}, split="eval")] == [Completion("2 + 2?\n", "4"), None]
-    assert [*rows_of(tmp_path, TEXTS, split="judged")] == [*rows_of(tmp_path, TEXTS)]
+    assert [*rows_of(tmp_path, TEXTS, split="preferences")] == [*rows_of(tmp_path, TEXTS)]
 
 
 def test_a_margin_is_a_number_that_a_row_may_have(tmp_path: Path) -> None:

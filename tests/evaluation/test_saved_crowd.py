@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from ci_llm import embedded
+from ci_llm.cli.evaluate import _Tenths
 from ci_llm.cli.main import main
 from ci_llm.config import Config
 from ci_llm.core.durable import read_json
+from ci_llm.core.work import Work
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.metrics import METRICS, answer_reader
 from ci_llm.crowd.questions import Questions
@@ -110,6 +112,15 @@ def test_the_report_shows_what_an_evaluation_left(run: Path, capsys: pytest.Capt
     assert wrong["prompt"] in page
     assert f"(confidence {right['confidence']})" in page
     assert f"Answers of step {facts.status.step} of {run}, to rows of " in page
+
+
+def test_every_tenth_of_long_work_is_shown_also_where_it_goes_on_in_leaps(capsys: pytest.CaptureFixture[str]) -> None:
+    work, show = Work("score", 100, "rows"), _Tenths()
+    work.began_at -= 60
+    for done in (0, 32, 33, 64, 96):
+        work.done = done
+        show(work)
+    assert capsys.readouterr().err.splitlines() == [f"score: {done} of 100 rows" for done in (32, 64, 96)]
 
 
 # A base alone
@@ -343,14 +354,14 @@ def test_an_evaluation_that_does_not_fit_continues_in_smaller_batches(
     words = [str(saved), "--data", str(questions), "--batch-size", "8", SHORT, "--json", "--output"]
     assert server.run(evaluate, tmp_path / "ample", words=[*words, str(tmp_path / "ample.jsonl")]) == [0]
     assert server.run(evaluate, log, words=[*words, str(tmp_path / "short.jsonl")], most=2) == [0], log.read_text()
-    assert "2 questions at a time" in log.read_text()
+    assert "5 -> 2 at a time" in log.read_text()
     ample, found = (json.loads(path.read_text()[path.read_text().index("{\n") :]) for path in (tmp_path / "ample", log))
     assert found["exact_match"] == ample["exact_match"]
     assert found["nll"]["agents"] == pytest.approx(ample["nll"]["agents"])
     answers = [[row["answer"] for row in lines(tmp_path / f"{name}.jsonl")] for name in ("short", "ample")]
     assert answers[0] == answers[1]
     assert server.run(evaluate, log, words=[*words, str(tmp_path / "none.jsonl")], most=0) == [1]
-    assert "memory ran out with one question at a time" in log.read_text()
+    assert "memory ran out with one row at a time" in log.read_text()
 
 
 # What is refused

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +88,51 @@ def test_the_best_of_agents_with_their_own_settings_leads_them() -> None:
     assert "best agent: agent1; 11 rows tell it from agent0, 9 for it and 2 against" in lines
 
 
+def test_in_the_folder_of_the_agents_no_agent_is_exported_to_where_it_is() -> None:
+    [told] = notes(read(record([1.3, 1.5, 2.0], 1.547)), None)
+    assert told.endswith("agent0 alone costs 1/3: the PEFT folder agent0")
+
+
+def rated(auroc: float, margin: float) -> dict[str, Any]:
+    figures = {
+        name: {"agents": [value, value], "crowd": value} for name, value in (("auroc", auroc), ("margins", margin))
+    }
+    return record([0.6, 0.7], 0.5, **FREE, preferences={"n": 9, **figures})
+
+
+def test_why_a_figure_is_not_known() -> None:
+    alike = "not known, for all rows that were evaluated are good, or all are bad"
+    assert [*notes(read(rated(math.nan, math.nan)), "run")] == [
+        f"AUROC of the ratings: {alike}",
+        f"margin of the rewards: {alike}",
+    ]
+    _, margin = notes(read(rated(0.5, math.nan)), "run")
+    assert margin == "margin of the rewards: not known, for numbers of the agents are not finite"
+    numbers = record([0.6, 0.7], 0.5, judged_by="nll", measured_by="heads")
+    found = read(numbers | {"numbers": {"n": 9, "mse": {"agents": [math.nan, 0.5], "crowd": math.nan}}})
+    assert [*notes(found, "run")] == ["mean squared error: not known, for numbers of the agents are not finite"]
+
+
+def test_json_for_scripts_has_null_for_a_number_that_is_not_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = leave_run(tmp_path / "run", asked=record([0.6, 0.7], math.nan, **FREE))
+    assert main(["compare", str(run), str(run), "--json"]) == 0
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found["runs"][0]["scores"][-1]["nll"] is None
+
+
 def test_the_page_of_heads_has_the_words_of_heads(tmp_path: Path) -> None:
-    page = write_report(leave_run(tmp_path / "run", asked=record([0.6, 0.7], 0.5, measured_by="heads"))).read_text()
-    for word in ("Held-out accuracy", "nats per row"):
+    run = leave_run(tmp_path / "run", asked=record([0.6, 0.7], 0.5, measured_by="heads"))
+    (run / "final_checkpoint").mkdir()
+    page = write_report(run).read_text()
+    for word in ("Held-out accuracy", "nats per row", "ci-llm score"):
         assert word in page
-    for word in ("exact match", "nats per token"):
+    for word in ("exact match", "nats per token", "ci-llm chat", "--failed"):
         assert word not in page
 
 

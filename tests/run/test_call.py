@@ -24,13 +24,13 @@ from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import Pace, watch_walltime
 from ci_llm.config import read_call
 from ci_llm.core.run_status import read_status
+from ci_llm.evaluation.evaluator import Evaluator
 from ci_llm.logs.run_log import RunLog
 from ci_llm.mirror.objects import open_objects
 from ci_llm.mirror.reader import MirrorReader
 from ci_llm.run import attempt, call, job
 from ci_llm.run.mirroring import RunMirror
 from ci_llm.run.step.callbacks import TrainerControl, TrainerState
-from ci_llm.run.step.evaluator import Evaluator
 
 KEYS: dict[str, Any] = {
     "num_agents": 2,

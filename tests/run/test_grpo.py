@@ -28,7 +28,7 @@ from ci_llm.core.run_status import read_status
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.metrics import final_answer
 from ci_llm.crowd.objective import GrpoObjective
-from ci_llm.crowd.rewarding import Asked, Asking, Drawer, RewardScorer, rewards_of_group
+from ci_llm.crowd.rewarding import AgentPrompt, Drawer, PromptRow, RewardScorer, rewards_of_group
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
@@ -37,7 +37,7 @@ from ci_llm.errors import ConfigError, DataError, RewardFailed
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import objective_of
 from ci_llm.objectives.grpo import Watch, advantages, metrics_of, std, total_rewards
-from ci_llm.objectives.grpo.rewards import Reward, judged, require_answers, rewards_of
+from ci_llm.objectives.grpo.rewards import Reward, compute_rewards, require_answers, rewards_of
 from ci_llm.run.step.rollout import Group, Rollout, Rollouts
 from tests.crowd.test_preferences import gradients_of, load
 from tests.support.campaign import sampled
@@ -90,7 +90,7 @@ def groups_of(crowd: Crowd, agent: int, end: int) -> list[Group]:
             rewards[1, 0] = torch.nan
         if row == 2:
             rewards[:] = 0.5
-        found.append(Group(Asked(agent, row, prompt), tokens, [""] * G, cut, False, rewards, rewards[:, 0]))
+        found.append(Group(AgentPrompt(agent, row, prompt), tokens, [""] * G, cut, False, rewards, rewards[:, 0]))
     return found
 
 
@@ -236,7 +236,7 @@ def drawer(crowd: Crowd) -> Drawer:
 
 
 def ids_of(crowd: Crowd, agents: Sequence[int], objective: Any, *, step: int = 3, most: int = 512) -> Any:
-    asked = [Asked(k, row, ids) for row, ids in enumerate(prompts(crowd, 3)) for k in agents]
+    asked = [AgentPrompt(k, row, ids) for row, ids in enumerate(prompts(crowd, 3)) for k in agents]
     found = replace(drawer(crowd), most=most).draw(asked, objective, step)
     return {(one.agent, one.row): [r.tokens for r in own] for one, own in zip(asked, found, strict=True)}
 
@@ -258,7 +258,7 @@ def test_tokens_are_drawn_as_often_as_the_softmax_at_the_temperature_says() -> N
     crowd, count, warmth = crowd_of(), 2000, 3.0
     objective = grpo(temperature=warmth, num_generations=count, max_completion_length=1)
     [prompt] = prompts(crowd, 1)
-    [drawn] = drawer(crowd).draw([Asked(1, 0, prompt)], objective, 0)
+    [drawn] = drawer(crowd).draw([AgentPrompt(1, 0, prompt)], objective, 0)
     with torch.no_grad(), crowd.base_model.active_agent(1) as model:
         shares = (model(torch.tensor([prompt])).logits[0, -1].double() / warmth).softmax(-1)
     found = torch.bincount(torch.tensor([r.tokens[0] for r in drawn]), minlength=len(shares)).double()
@@ -274,9 +274,10 @@ def test_tokens_are_drawn_as_often_as_the_softmax_at_the_temperature_says() -> N
 def test_memory_that_runs_out_while_texts_are_drawn_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     crowd, objective = crowd_of(), grpo(temperature=4.0)
     wanted, own = ids_of(crowd, (0, 1), objective), drawer(crowd)
-    step, fails = type(crowd).reordered, iter([True, False, True, False])
-    monkeypatch.setattr(type(crowd), "reordered", lambda self, *a: _fail(next(fails, False)) or step(self, *a))
-    asked = [Asked(k, row, ids) for row, ids in enumerate(prompts(crowd, 3)) for k in (0, 1)]
+    base, fails = type(crowd.base_model), iter([True, False, True, False])
+    step = base.reordered
+    monkeypatch.setattr(base, "reordered", lambda self, *a: _fail(next(fails, False)) or step(self, *a))
+    asked = [AgentPrompt(k, row, ids) for row, ids in enumerate(prompts(crowd, 3)) for k in (0, 1)]
     found = own.draw(asked, objective, 3)
     assert own.most == 12
     assert [[r.tokens for r in each] for each in found] == [wanted[one.agent, one.row] for one in asked]
@@ -295,7 +296,7 @@ def test_built_in_rewards() -> None:
     found = rewards_of(names, None, 4)
     assert [reward.name for reward in found] == ["final_number", "exact_match", "regex", "length", "regex#2"]
     given = {**GIVEN, "rows": [{"answer": want} for want in ("2+2=4\n#### 1000", "b 3", None)]}
-    values = [judged(reward, given, "row 0") for reward in found]
+    values = [compute_rewards(reward, given, "row 0") for reward in found]
     assert values[0][:2] == [1.0, 1.0]
     assert math.isnan(values[0][2])
     assert values[1][:2] == [0.0, 1.0]
@@ -316,14 +317,14 @@ def test_built_in_rewards() -> None:
 def test_a_right_answer_may_be_messages(answer: Any) -> None:
     given = {"prompts": ["2+2"] * 2, "completions": ["4", "5"], "completion_ids": [[1], [1]]}
     for reward in rewards_of(("exact_match", "final_number"), None, 4):
-        assert judged(reward, given | {"rows": [{"answer": answer}] * 2}, "row 0") == [1.0, 0.0]
+        assert compute_rewards(reward, given | {"rows": [{"answer": answer}] * 2}, "row 0") == [1.0, 0.0]
 
 
 def test_a_sign_after_a_digit_is_an_operation_as_in_an_evaluation() -> None:
     (reward,) = rewards_of(("final_number",), None, 4)
     said = ["between 5-10", "10-3 = 10", "it is -10", "10.0", "$1,010"]
     given = {"prompts": ["?"] * 5, "completions": said, "completion_ids": [[1]] * 5}
-    found = judged(reward, given | {"rows": [{"answer": "10"}] * 5}, "row 0")
+    found = compute_rewards(reward, given | {"rows": [{"answer": "10"}] * 5}, "row 0")
     assert found == [1.0, 1.0, 0.0, 1.0, 0.0]
     assert found == [float(final_answer(text, "number") == "10") for text in said]
 
@@ -340,7 +341,7 @@ def test_built_in_rewards_read_the_rows_own_columns_and_keep_their_settings(tmp_
     rows = read_rows(tmp_path, [{"prompt": "two?", "completion": "2", **odd}] * 3, base.tokenizer)
     rewards = rewards_of(("exact_match", "final_number", "regex:^2", "length"), None, 4)
     require_answers(rewards, rows.rows.column_sets, None, "")
-    found = rewards_of_group(rewards, Asking.of(rows, 0), ["2", "it is 2"], [[1], [1, 2]], "", None)
+    found = rewards_of_group(rewards, PromptRow.of(rows, 0), ["2", "it is 2"], [[1], [1, 2]], "", None)
     assert found.tolist() == [[1.0, 1.0, 1.0, 0.75], [0.0, 1.0, 0.0, 0.5]]
 
 
@@ -348,7 +349,7 @@ def test_a_final_number_is_not_rewarded_where_the_answer_has_none(tmp_path: Path
     base = load_base("embedded", "fp32")
     rows = read_rows(tmp_path, [{"prompt": "two?", "completion": "none of these"}] * 3, base.tokenizer)
     rewards = rewards_of(("final_number",), None, 4)
-    found = rewards_of_group(rewards, Asking.of(rows, 0), ["I do not know", "it is 3"], [[1], [1]], "", None)
+    found = rewards_of_group(rewards, PromptRow.of(rows, 0), ["I do not know", "it is 3"], [[1], [1]], "", None)
     assert found.isnan().all()
 
 
@@ -370,12 +371,12 @@ def test_an_agent_with_nan_weights_has_no_score_and_spoils_no_other(aggregator: 
     )
     each = [Config(objective="grpo", rewards=("length",), temperature=warmth) for warmth in (5.0, 5.0, 1e-4)]
     objective = objective_of("grpo", each)
-    scorer = RewardScorer(config, objective, (Reward("seen", seen),))
+    scorer = RewardScorer(config, objective, (Reward("seen", seen),), config.aggregator)
     SEEN.clear()
     with crowd.base_model.plain():
         scores = scorer.scores(crowd, asked, [[0, 1], [2]])
     assert scores is not None
-    judged: Any = scores.judged
+    judged: Any = scores.units
     assert judged.found[1].isnan().all()
     assert (judged.found[[0, 2]] == 1).all()
     assert (judged.labels == 1).all()
@@ -424,19 +425,19 @@ def test_a_reward_that_fails_says_function_row_and_completion(
     function: Any, timeout: float | None, told: Sequence[str]
 ) -> None:
     with pytest.raises(RewardFailed) as raised:
-        judged(Reward("mine", function), GIVEN, "step 4, row 7", timeout)
+        compute_rewards(Reward("mine", function), GIVEN, "step 4, row 7", timeout)
     assert raised.value.exit_code == 1
     assert all(part in str(raised.value) for part in ("reward mine", *told))
 
 
 def test_a_reward_may_be_awaited_and_may_give_none() -> None:
     async def in_a_notebook() -> list[float]:
-        return judged(Reward("mine", waiting), GIVEN, "")
+        return compute_rewards(Reward("mine", waiting), GIVEN, "")
 
-    assert judged(Reward("mine", waiting), GIVEN, "") == [8.0, 3.0, 0.0]
-    assert judged(Reward("mine", waiting), GIVEN, "", 5.0) == [8.0, 3.0, 0.0]
+    assert compute_rewards(Reward("mine", waiting), GIVEN, "") == [8.0, 3.0, 0.0]
+    assert compute_rewards(Reward("mine", waiting), GIVEN, "", 5.0) == [8.0, 3.0, 0.0]
     assert asyncio.run(in_a_notebook()) == [8.0, 3.0, 0.0]
-    assert math.isnan(judged(Reward("mine", lambda **_: [None, 1, True]), GIVEN, "", 5.0)[0])
+    assert math.isnan(compute_rewards(Reward("mine", lambda **_: [None, 1, True]), GIVEN, "", 5.0)[0])
 
 
 def test_the_log_says_once_that_completions_teach_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -124,7 +124,7 @@ def test_every_agent_of_the_final_checkpoint_can_be_used_alone(finished: Path) -
         targets = json.loads((final / f"agent{k}" / "adapter_config.json").read_text())["target_modules"]
         tensors = load_file(final / f"agent{k}" / "adapter_model.safetensors")
         assert targets == sorted({name.split(".")[-3] for name in tensors})
-    assert "--lora-modules $(for k in {0..2}" in (final / "README.md").read_text()
+    assert '--lora-modules agent0="$PWD/agent0" agent1=' in (final / "README.md").read_text()
     assert "--max-lora-rank 8" in (final / "README.md").read_text(), "vLLM knows no rank of 2"
 
 

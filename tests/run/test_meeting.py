@@ -122,7 +122,7 @@ def test_a_peer_that_has_come_and_does_not_join(server: ForkServer, tmp_path: Pa
 MEETINGS = {
     "before the first step": ("ci_llm.distributed.processes.Processes.require_same_folder", 0),
     "the first ballot": ("ci_llm.distributed.processes.Processes.agree", 0),
-    "an evaluation": ("ci_llm.run.step.evaluator.Evaluator.scores", 2),
+    "an evaluation": ("ci_llm.evaluation.evaluator.Evaluator.scores", 2),
 }
 SILENT = [(meeting, held) for meeting in MEETINGS for held in (0, 1)]
 

@@ -99,7 +99,7 @@ def test_an_evaluation_that_does_not_fit_is_done_in_smaller_batches(
     told = said(tmp_path / "short")
     rows = 16 if ranks == 1 else 10  # of four micro-batches; of all that one process has
     assert f"evaluation after step 4 does not fit ({'CUDA' if ranks == 1 else 'on another process'}" in told
-    assert f"{rows} -> {rows // 2} row(s) at a time" in told
+    assert f"{rows} -> {rows // 2} at a time" in told
     results = [json.loads((tmp_path / name / "run" / "evaluation.json").read_text()) for name in ("ample", "short")]
     assert results[1]["n"] == results[0]["n"] == 6
     assert results[1]["exact_match"] == results[0]["exact_match"]

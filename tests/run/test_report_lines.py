@@ -14,8 +14,8 @@ from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize
 from ci_llm.embedded import BASE_FOLDER
+from ci_llm.evaluation.evaluator import Rounds
 from ci_llm.run.start.loading import describe_rows
-from ci_llm.run.step.evaluator import Rounds
 from tests.support.log_lines import log_lines
 
 
@@ -48,7 +48,8 @@ def test_all_leave_an_evaluation_whose_last_batches_were_asked_for_early(asked: 
     """Texts are written side by side: every prompt is taken before the first answer is done."""
     wanted: dict[str, Any] = {}
     vote: Any = SimpleNamespace(
-        processes=SimpleNamespace(process_index=0, num_processes=1),
+        process_index=0,
+        num_processes=1,
         vote=lambda *, out_of_memory=False, failed=False: SimpleNamespace(
             stop=wanted.get("stop"), out_of_memory=out_of_memory, failed=failed
         ),

@@ -85,7 +85,7 @@ MOMENTS = {
     "an old checkpoint is pruned": Moment("ci_llm.checkpoints.store.CheckpointStore._prune", step=3, behind=True),
     "evaluation on the way": Moment("ci_llm.crowd.scoring._score_batch", step=3),
     "the last step": Moment("ci_llm.run.loop.apply_gradients", STEPS, step=STEPS),
-    "evaluation at the end": Moment("ci_llm.run.step.evaluator.Evaluator.scores", 2, step=STEPS),
+    "evaluation at the end": Moment("ci_llm.evaluation.evaluator.Evaluator.scores", 2, step=STEPS),
     "generation": Moment("ci_llm.crowd.questions.generate_each", 2, step=STEPS),
     "the final checkpoint is made": Moment("ci_llm.checkpoints.saver.Saver.make_final", completed=True),
     "results are written": Moment("ci_llm.core.evaluation_file.write_json", completed=True),

@@ -150,7 +150,7 @@ def _length(most: int) -> Function:
 _BUILT_IN: Final[Mapping[str, Callable[[str], str | None]]] = {"exact_match": str.strip, "final_number": last_number}
 
 
-def judged(reward: Reward, given: Given, where: str, timeout: float | None = None) -> list[float]:
+def compute_rewards(reward: Reward, given: Given, where: str, timeout: float | None = None) -> list[float]:
     """What a function gives for the completions of one prompt; NaN for None.
 
     Args:

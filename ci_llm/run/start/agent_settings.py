@@ -16,13 +16,10 @@ from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.given_path import META
 from ci_llm.crowd.importing import fingerprint_of_start
-from ci_llm.crowd.objective import GrpoObjective, NextToken, Preferences, TrainedObjective
 from ci_llm.data.agent_rows import Course, fingerprint_of
 from ci_llm.data.order import Plan
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.lora.settings import FIELD_OF_KEY, AgentLora, LoraSettings
-from ci_llm.objectives.grpo import Grpo
-from ci_llm.objectives.grpo.rewards import rewards_of
 from ci_llm.run.start.loading import Loaded
 
 
@@ -46,22 +43,6 @@ def crowd_settings(config: Config, numbers: Sequence[int]) -> LoraSettings:
     own = settings.agents or ({},) * len(indices)
     entries = zip(own, indices, strict=True)
     return replace(settings, agents=tuple({**mine, "index": index} for mine, index in entries))
-
-
-def trained_objective(config: Config, crowd: Crowd) -> TrainedObjective:
-    """The objective of the agents of `config`."""
-    each = zip(config.each_agent, (agent.settings for agent in crowd.agents), strict=True)
-    keys = [(agent.seed, agent.index) if own.row_weights == "bootstrap" else None for own, agent in each]
-    bootstrap = tuple(keys) if any(keys) else ()
-    if config.objective != objectives.SFT:
-        found = objectives.objective_of(config.objective, config.each_agent, crowd.device)
-        if isinstance(found, Grpo):
-            rewards = rewards_of(config.rewards or (), config.answer_column, config.max_completion_length)
-            return GrpoObjective(found, crowd, rewards)
-        return Preferences(found, crowd, bootstrap)
-    return NextToken(
-        config.diversity, config.lambda_sw, config.swd_representation, seed=config.seed, bootstrap=bootstrap
-    )
 
 
 def assign_training(

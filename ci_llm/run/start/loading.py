@@ -50,7 +50,7 @@ class Loaded:
 
     Attributes:
         rows, eval_rows: the rows of every agent; agents that share a data set have one object.
-        judged: pairs or rated rows to evaluate on, for every agent; empty for single rows.
+        preferences: pairs or rated rows to evaluate on, for every agent; empty for single rows.
         settled: the values, by the rows, of keys that said auto.
     """
 
@@ -58,7 +58,7 @@ class Loaded:
     rows: list[TokenizedRows]
     eval_rows: list[TokenizedRows]
     settled: Mapping[str, Any]
-    judged: list[TokenizedRows] = field(default_factory=list)
+    preferences: list[TokenizedRows] = field(default_factory=list)
 
     @cached_property
     def tokenizer_files(self) -> dict[str, bytes]:
@@ -69,7 +69,7 @@ class Loaded:
         """Base and rows for `count` agents, if they were loaded for one."""
         if len(self.rows) == count:
             return self
-        return replace(self, **{name: getattr(self, name) * count for name in ("rows", "eval_rows", "judged")})
+        return replace(self, **{name: getattr(self, name) * count for name in ("rows", "eval_rows", "preferences")})
 
 
 def load(config: Config, processes: Processes, begun_with: int | None = None, given: Base | None = None) -> Loaded:
@@ -108,7 +108,7 @@ def load(config: Config, processes: Processes, begun_with: int | None = None, gi
             break
         config = narrower
         to_evaluate = load_rows_of_each(config, "eval")
-    judged = []
+    preferences = []
     if head_size(config):
         require_class(base.model)
     elif measured_as(config) == "grpo":
@@ -117,11 +117,12 @@ def load(config: Config, processes: Processes, begun_with: int | None = None, gi
             require_answers(functions, own.column_sets, config.answer_column, own.where)
         config = config.model_copy(update=completion_length(config, rows, positions))
     elif config.objective != SFT:
-        judged = _tokenized(config, base, processes, load_rows_of_each(config, "judged"), evaluated=True)
+        to_rank = load_rows_of_each(config, "preferences")
+        preferences = _tokenized(config, base, processes, to_rank, evaluated=True)
     if asked.is_open("max_seq_length"):
         config = config.model_copy(update={"max_seq_length": begun_with or _longest(rows, eval_rows)})
     settled = {key: value for key, value in config if value != getattr(asked, key)}
-    return Loaded(base, rows, _with_copies_counted(eval_rows, rows), settled, judged)
+    return Loaded(base, rows, _with_copies_counted(eval_rows, rows), settled, preferences)
 
 
 def _base(config: Config, processes: Processes, given: Base | None) -> Base:

@@ -9,7 +9,6 @@ the training.
 
 from __future__ import annotations
 
-import gc
 import logging
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -19,7 +18,7 @@ import torch
 
 from ci_llm.base.load import Base
 from ci_llm.config import Config
-from ci_llm.core.memory import free_memory
+from ci_llm.core.memory import free_memory, release_cache
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.diversity import find_form
 from ci_llm.data.agent_rows import Courses
@@ -63,7 +62,7 @@ class MemoryRelief:
         Raises:
             OutOfMemory: nothing is left to reduce.
         """
-        self._release_cache()
+        release_cache()
         recovery, storage = state.recovery, self.crowd.storage
         # Of the largest micro-batch of any process in this step, which every process can compute.
         rows = min(recovery.limit(self.config.batch_size), -(-state.rows_per_step // self.num_processes))
@@ -83,30 +82,15 @@ class MemoryRelief:
             self.crowd.gradient_checkpointing_enable()
             done = "layers are recomputed in the backward pass from now on"
         else:
-            raise self._exhausted(state.step, "one row at a time with recomputed layers", complaint)
+            raise self.exhausted(state.step, complaint, "one row at a time with recomputed layers")
         shown = f"step {state.step + 1} does not fit ({complaint or 'on another process'}): {done}"
         logger.warning(f"memory    {shown}")
         return replace(state, recovery=recovery)
 
-    def smaller_batch(self, step: int, size: int, complaint: str | None) -> int:
-        """The rows at a time for the next attempt at an evaluation that did not fit with `size` rows.
-
-        Raises:
-            OutOfMemory: `size` is a single row.
-        """
-        self._release_cache()
-        if size == 1:
-            raise self._exhausted(step, "an evaluation of one row at a time", complaint)
-        shown = f"evaluation after step {step} does not fit ({complaint or 'on another process'})"
-        logger.warning(f"memory    {shown}: {size} -> {size // 2} row(s) at a time")
-        return size // 2
-
-    def _release_cache(self) -> None:
-        gc.collect()  # first the objects, whose memory the cache of the GPU can then return
-        if self.crowd.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _exhausted(self, step: int, what: str, complaint: str | None) -> OutOfMemory:
+    def exhausted(
+        self, step: int, complaint: str | None, what: str = "an evaluation of one row at a time"
+    ) -> OutOfMemory:
+        """The error of what cannot be made smaller."""
         config = self.config
         agents = f", num_agents={config.num_agents // 2}" if config.num_agents > 1 else ""
         tokens = f"rows of up to {config.max_seq_length} tokens x {config.num_agents} agents"

@@ -28,7 +28,7 @@ from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.run_folder import COMPLETIONS
 from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.objective import GrpoObjective
-from ci_llm.crowd.rewarding import Asked, Asking, Drawer, rewards_of_group
+from ci_llm.crowd.rewarding import AgentPrompt, Drawer, PromptRow, rewards_of_group
 from ci_llm.data.agent_rows import Course, Courses
 from ci_llm.data.batches import Batch, MicroBatch, Owned, pack
 from ci_llm.data.prompts import Prompter
@@ -56,7 +56,7 @@ class Group:
         advantages: [G] fp64, NaN for a completion that is left out of the step.
     """
 
-    asked: Asked
+    asked: AgentPrompt
     tokens: list[list[int]]
     texts: list[str]
     cut: list[bool]
@@ -209,18 +209,18 @@ class Rollouts:
         self, objective: GrpoObjective, step: int, micro_batches: Sequence[MicroBatch], courses: Courses
     ) -> tuple[list[list[Group]], RewardFailed | None]:
         """The groups of every agent here, without advantages; up to the error of a function."""
-        asked = list[tuple[Asked, Course]]()
+        asked = list[tuple[AgentPrompt, Course]]()
         for own in (own for batch in micro_batches for own in batch):
             for at, row in enumerate(own.batch.sample_ids):
                 ids = own.batch.input_ids[own.batch.bounds[at] : own.batch.bounds[at + 1]].tolist()
-                asked += [(Asked(agent, row, ids), courses.each[agent]) for agent in own.agents]
+                asked += [(AgentPrompt(agent, row, ids), courses.each[agent]) for agent in own.agents]
         with self.processes.autocast():
             drawn = self.drawer.draw([one for one, _ in asked], objective.grpo, step)
         each: list[list[Group]] = [[] for _ in range(objective.crowd.num_agents)]
         for (one, course), requests in zip(asked, drawn, strict=True):
             self.drawer.tick()
             try:
-                each[one.agent].append(self._judged(objective, step, one, course, requests))
+                each[one.agent].append(self._group_of(objective, step, one, course, requests))
             except RewardFailed as error:  # raised when all processes know it
                 return each, error
         return each, None
@@ -252,7 +252,9 @@ class Rollouts:
                 logger.warning(f"the completions of step {step + 1} are not written: {error}")
             self.disk_refuses = True
 
-    def _judged(self, objective: GrpoObjective, step: int, one: Asked, course: Course, drawn: Sequence[Any]) -> Group:
+    def _group_of(
+        self, objective: GrpoObjective, step: int, one: AgentPrompt, course: Course, drawn: Sequence[Any]
+    ) -> Group:
         prompter, grpo = objective.crowd.prompter, objective.grpo
         failed = any(request.error is not None for request in drawn)
         end = min(drawn[0].decoding.ends, default=0)
@@ -262,11 +264,10 @@ class Rollouts:
         if failed:
             rewards = torch.full((len(texts), len(objective.rewards)), math.nan, dtype=torch.float64)
         else:
-            asking = Asking.of(course.rows, one.row)
-            own = agent.settings
+            row, own = PromptRow.of(course.rows, one.row), agent.settings
             seed_everything(own.seed, "rewards", own.index, step, one.row)
-            where = f"step {step + 1}, {agent.name}, {asking.place}"
-            rewards = rewards_of_group(objective.rewards, asking, texts, tokens, where, grpo.reward_timeout)
+            where = f"step {step + 1}, {agent.name}, {row.place}"
+            rewards = rewards_of_group(objective.rewards, row, texts, tokens, where, grpo.reward_timeout)
         cut = [request.finish != "stop" for request in drawn]
         return Group(one, tokens, texts, cut, failed, rewards, rewards.new_zeros(len(texts)))
 

@@ -387,7 +387,7 @@ class TrainState:
             ),
         )
 
-    def judged_by(self, metric: str) -> TrainState:
+    def with_metric(self, metric: str) -> TrainState:
         """The state of a run that searches for its best step by this metric. A new metric begins a new search."""
         if metric == self.validation.metric:
             return self
