@@ -166,7 +166,7 @@ class CrowdModel(nn.Module):
         self.storage = self.storage.of_agents(settings, kept)
         self.settings, self.names, self.heads = settings, [*names], self.storage.heads
         if self.start is not None:
-            self.start = self.start[[*kept], : self.storage.weights.shape[1]]
+            self.start = self.start[[*kept], : self.storage.weights.shape[1]].contiguous()
 
     @property
     def head(self) -> passes.Head:
@@ -261,14 +261,8 @@ class CrowdModel(nn.Module):
             if id(batch) not in known:
                 known[id(batch)] = self.target_log_probs(self._states((), batch), batch, of_chunk)
             return known[id(batch)]
-        weights = self.storage.weights.data  # so that autograd does not see the change
-        own = weights.clone()
-        try:
-            weights.copy_(self.start)
-            with self.evaluating():  # without dropout
-                return self.target_log_probs(self._states(agents, batch), batch, of_chunk)
-        finally:
-            weights.copy_(own)
+        with self.evaluating(), self.storage.reading_from(self.start):  # without dropout
+            return self.target_log_probs(self._states(agents, batch), batch, of_chunk)
 
     def states(self, batch: Batch) -> Tensor:
         """Final hidden states [n, N, D] of the n agents that read now, in packed order on either route."""

@@ -37,6 +37,7 @@ class Reading:
         in_storage: true if all parameters' gradients are views of the storage, as `begin_step` leaves them.
         by_onednn: true if passes without gradients compute products with frozen weights by oneDNN; see `product`.
         packed: packed weights for passes without gradients, by layer; see `Packed` in `ci_llm/lora/kernels.py`.
+        numbers: [K, P] the numbers of the adapters, in place of the crowd's weights; None: the weights.
     """
 
     agents: tuple[int, ...]
@@ -44,6 +45,7 @@ class Reading:
     in_storage: bool = False
     by_onednn: bool = False
     packed: Mapping[nn.Module, Tensor] = field(default_factory=dict)
+    numbers: Tensor | None = None
 
     @contextmanager
     def of(self, agents: Sequence[int], sizes: Sequence[int] | None = None) -> Iterator[None]:

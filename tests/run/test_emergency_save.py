@@ -1,9 +1,11 @@
-"""The emergency save commits the last boundary also after a save that failed."""
+"""The emergency save commits the last boundary: after a save that failed, and within a pass at other numbers."""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +13,19 @@ from typing import Any
 import pytest
 import torch
 
+from ci_llm.checkpoints.async_saver import Copy
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.launch import Launch
+from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.objective import NextToken
+from ci_llm.lora.settings import LoraSettings
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.emergency_save import EmergencySave
+from ci_llm.run.one_layer import fixed_batch, layer_digest
+from tests.support.micro_steps import micro_step
 from tools.testbed.disks import CachedDisk
+from tools.testbed.events import DEADLINE_S
+from tools.testbed.tiny import base
 
 
 class BrokenOnce(CachedDisk):
@@ -29,13 +39,15 @@ class BrokenOnce(CachedDisk):
         return super().write(handle, data)
 
 
-def emergency_save(manager: CheckpointManager) -> EmergencySave:
+def emergency_save(
+    manager: CheckpointManager, contents: Callable[[], Any] = lambda: {"w": torch.ones(3)}
+) -> EmergencySave:
     config: Any = SimpleNamespace(run_folder=manager.directory, interrupted_exit_code=75, mirror=None)
     attempt: Any = Attempt(config, Launch("python"), manager, SimpleNamespace())
     attempt.processes = SimpleNamespace(is_main_process=True, num_processes=1, device=torch.device("cpu"))
     other: Any = SimpleNamespace()  # what only a run that trains uses
     return EmergencySave(
-        attempt, other, other, lambda: 7, lambda _: manager.saver.save_last(7, {"w": torch.ones(3)}, info={}) and None
+        attempt, other, other, lambda: 7, lambda _: manager.saver.save_last(7, contents(), info={}) and None
     )
 
 
@@ -63,6 +75,58 @@ def test_an_error_of_the_emergency_save_is_reported_before_the_exit(
         emergency_save(manager)._save_and_exit()
     assert reported(caplog) == ["the last boundary could not be saved: ZeroDivisionError: a bug"]
     assert codes == [1]
+
+
+def compared_with_its_start(crowd: Crowd) -> None:
+    crowd.start = torch.zeros_like(crowd.storage.weights)
+    (owned,) = fixed_batch(crowd, (5, 7), own_rows=False)
+    crowd.reference(owned.agents, owned.batch)
+
+
+def computed_on_fixed_numbers(crowd: Crowd) -> None:
+    """As in a step of which memory has run out, when every agent takes a pass of its own from there on."""
+
+    def train(batches: Any) -> Any:
+        crowd.train().storage.begin_step(-1)
+        return SimpleNamespace(sums=micro_step(crowd, NextToken(), batches[0], -1).task)
+
+    layer_digest(crowd, fixed_batch(crowd, (5, 7), own_rows=False), train)
+
+
+@pytest.mark.parametrize("compute", [compared_with_its_start, computed_on_fixed_numbers])
+def test_a_save_within_a_pass_at_other_numbers_has_the_weights_of_the_boundary(
+    compute: Callable[[Crowd], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save in flight that is copied late, and an emergency save, both while the pass is under way."""
+    crowd = Crowd(base("llama", torch.float32), LoraSettings(num_agents=2, rank=2, dropconnect=0.1), "toy").train()
+    crowd.storage.weights.normal_()
+    boundary, inside, copy = crowd.storage.weights.clone(), threading.Event(), Copy.finish
+
+    def late(self: Copy) -> Any:
+        assert inside.wait(DEADLINE_S)
+        return copy(self)
+
+    def contents() -> Any:
+        return {agent.name: agent.state_dict() for agent in crowd.agents}
+
+    def save(*_: object) -> None:
+        if not inside.is_set():
+            inside.set()
+            manager.wait_until_finished()
+            thread = threading.Thread(target=emergency_save(manager, contents)._save_boundary)
+            thread.start()
+            thread.join(DEADLINE_S)
+
+    monkeypatch.setattr(Copy, "finish", late)
+    with CheckpointManager(tmp_path / "run", optimizers=[torch.optim.SGD(crowd.storage.rows)]) as manager:
+        assert manager.save(5, contents())
+        with crowd.model.model.layers[0].register_forward_hook(save):
+            compute(crowd)
+        assert manager.all_steps() == [5, 7]
+        for step in (5, 7):
+            crowd.storage.weights.zero_()
+            manager.restore(step, into=contents())
+            assert torch.equal(crowd.storage.weights, boundary)
 
 
 @pytest.mark.parametrize("unreachable", [False, True])

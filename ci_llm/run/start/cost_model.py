@@ -130,7 +130,7 @@ def trace(
 def agent_copies(config: Config, device: torch.device) -> int:
     """The copies of each trained parameter that the device holds: weights, gradients, moments, snapshots."""
     saved = 3 if device.type == "cpu" else 0  # the copy of weights and moments that a checkpoint is written from
-    started = 2 if config.reference == "start" else 0  # the start, and the weights while agents are compared with it
+    started = 1 if config.reference == "start" else 0  # the start, with which agents are compared
     return 7 + saved + started  # weights, gradients, two moments; the last good weights and moments
 
 
