@@ -268,7 +268,7 @@ def _write_results(trainer: Trainer, attempt: Attempt, step: int, found: Evaluat
         files = trainer.checkpoint.tokenizer_files.items()
         tokenizers = {f"{agent}/{name}": data for agent in trainer.crowd.names for name, data in files}
         added = {"README.md": card.encode(), **tokenizers}
-        attempt.manager.saver.finish(added, step=None if step == trainer.state.step else step)
+        attempt.manager.saver.finish(added, step=step)
         _require_written(attempt.manager, trainer.processes)
     if attempt.manager.store.holds_lease():
         write_evaluation(config.run_folder, found, attempt.manager.store.staging)
