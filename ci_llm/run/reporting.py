@@ -125,6 +125,7 @@ def save(trainer: Trainer, attempt: Attempt) -> None:
     with trainer.heartbeat.resting():  # a slow disk is no hang
         keep = {*trainer.kept_steps, *attempt.mirror.sending}
         begun = manager.save(step, contents, force=True, info=info, keep=keep)
+    trainer.checkpoint.keep_as_good(trainer.state)
     if begun:
         call_event(trainer, attempt, "on_save")
 

@@ -143,6 +143,14 @@ class RunCheckpoint:
             "rng": known if generators else EachProcess(determinism.capture()),
         }
 
+    def keep_as_good(self, state: TrainState) -> None:
+        """Take the snapshots that a run which resumes from a checkpoint of this state begins with.
+
+        Else the two would roll an agent back to different steps.
+        """
+        for agent in {*range(len(state.agents))} - {*in_episode(state)}:
+            self.last_good.keep(agent, state.step)
+
     def named_rows(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Name and weights of each agent, as the optimizer's moments are saved."""
         return zip(self.crowd.names, self.crowd.storage.rows, strict=True)
