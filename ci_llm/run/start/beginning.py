@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -215,7 +215,18 @@ def find_start(
         return _from_own(source, known)
     if any(at_most is None or step <= at_most for step in steps):
         raise _progress_lost(manager)
+    if known.source is None and at_most:  # 0 asks for a fresh start
+        return _from_oldest(manager, steps, known)
     return _from_the_beginning(known)
+
+
+def _from_oldest(manager: CheckpointManager, steps: Sequence[int], record: Beginning) -> Start:
+    """The start from the oldest of a run's own steps that verifies, where those that are trusted are pruned."""
+    for step in steps:
+        if (source := newest_source(manager, step)) is not None:
+            logger.warning(f"no older checkpoint is left: the run goes back to its oldest one, of step {step}")
+            return _from_own(source, record)
+    raise _progress_lost(manager)
 
 
 def _progress_lost(manager: CheckpointManager) -> ProgressLost:
