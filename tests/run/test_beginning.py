@@ -11,7 +11,7 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint, write_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import load_config
 from ci_llm.core.run_folder import BEGINNING
-from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint
+from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ProgressLost
 from ci_llm.run.start.beginning import Start, find_start, known_beginning, prepare, read_beginning
 from tests.support.bit_flips import flip
 from tests.support.log_lines import log_lines
@@ -139,6 +139,15 @@ def test_a_run_whose_trusted_steps_are_pruned_goes_back_to_its_oldest_one(run: F
         "checkpoint_step_80.2",
     ]
     assert run.resumes_from(at_most=0) is None
+
+
+def test_checkpoints_without_a_record_of_the_beginning_that_are_all_damaged_are_refused_again(run: Folder) -> None:
+    run.begin(saves=(4,))
+    (run.path / BEGINNING).unlink()
+    flip(run.path / "checkpoint_step_4" / "optimizer.json", 0)
+    for _ in range(2):  # the second call finds it in quarantine
+        with pytest.raises(ProgressLost):
+            run.begin()
 
 
 def test_another_beginning_of_a_run_that_has_begun_is_refused_with_the_alternatives(

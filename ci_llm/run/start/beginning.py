@@ -204,7 +204,7 @@ def find_start(
     known = replace(known, restarted_from=back) if known else None
     steps = manager.all_steps()
     if not steps:
-        if known is not None and any((manager.directory / QUARANTINE).glob("*")):
+        if (known is not None or wanted == LATEST) and any((manager.directory / QUARANTINE).glob("*")):
             raise _progress_lost(manager)
         is_meant = known is not None and wanted in (LATEST, *known.said)
         return _from_the_beginning(known if known and is_meant else _first(wanted, known))
