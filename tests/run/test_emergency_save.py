@@ -155,6 +155,50 @@ def test_the_job_is_requeued_after_everything_was_sent(monkeypatch: pytest.Monke
     assert done == ["walltime", "sent", "put back", 75]
 
 
+class Asked:
+    """A lock that tells when the training thread asks for it."""
+
+    def __init__(self, lock: Any, come: threading.Event) -> None:
+        self._lock, self._come, self.release = lock, come, lock.release
+
+    def acquire(self, **how: float) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            self._come.set()
+        return bool(self._lock.acquire(**how))
+
+
+def test_a_run_that_fails_while_its_boundary_is_about_to_be_saved_leaves_the_word_to_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(os, "_exit", done.append)
+    attempt: Any = SimpleNamespace(
+        config=SimpleNamespace(interrupted_exit_code=75),
+        processes=SimpleNamespace(is_main_process=True, num_processes=1, device=torch.device("cpu")),
+        finish_save_in_flight=lambda: None,
+        interrupted=done.append,
+        last_act=lambda: None,
+        interrupts=SimpleNamespace(stop_reason="walltime", wait=lambda _: True),
+        pace=SimpleNamespace(step_started=None),
+        mirror=SimpleNamespace(flush_before_kill=lambda: None),
+    )
+    emergency = EmergencySave(attempt, attempt, attempt, lambda: 7, lambda _: None)
+    held, come = threading.Event(), threading.Event()
+    answers = iter([lambda: True, lambda: held.set() or come.wait(DEADLINE_S), *[lambda: False] * 1000])
+    monkeypatch.setattr(emergency, "_killed_at", 0.0, raising=False)
+    monkeypatch.setattr(emergency, "_is_due", lambda _: next(answers)())
+    monkeypatch.setattr(emergency, "_hook", SimpleNamespace(remove=lambda: None), raising=False)
+    monkeypatch.setattr(emergency, "_boundary_lock", Asked(emergency._boundary_lock, come))
+    thread = threading.Thread(target=emergency._watch)
+    thread.start()
+    assert held.wait(DEADLINE_S)
+    emergency.__exit__(RuntimeError, RuntimeError("the step under way failed"), None)
+    done.append("left")
+    come.set()
+    thread.join(DEADLINE_S)
+    assert done == ["walltime", 75, "left"]
+
+
 def reported(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Warnings and errors."""
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
