@@ -186,14 +186,30 @@ class Attempt:
         return line
 
     def stopped_before_it_began(self, reason: str, step: int = 0) -> int:
-        """Record the interruption, unless another attempt has the folder; returns the last step that is saved."""
+        """Record the interruption and put the SLURM job back, unless the run is complete or another attempt has it.
+
+        Returns:
+            the last step that is saved.
+        """
         step, last = max(self.manager.all_steps(), default=step), readable_status(self.config.run_folder)
         if self.launch.is_main_process and (last is None or last.status != "completed"):
             with suppress(WriterBusy):
                 self._take_number(self._lease(step), step)
-                self.status.finish("interrupted", reason, self.status.current.next_command)
+                if self.status.finish("interrupted", reason, self.status.current.next_command):
+                    self._put_job_back(reason, step)
         self.manager.close()
         return step
+
+    def takes_as_stop(self, error: BaseException | None) -> bool:
+        """True if a peer is lost after a request to stop and before this attempt has begun; the stop is then recorded.
+
+        The peer has waited for this process as long as it may, and has left.
+        """
+        reason = self.interrupts.stop_reason
+        if self.number or reason is None or not isinstance(error, PeerLost):
+            return False
+        self.stopped_before_it_began(reason)
+        return True
 
     def refused(self, error: CiLlmError) -> None:
         """Record that it failed where no step is left to resume from: else readers would call the run vanished."""

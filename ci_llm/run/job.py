@@ -147,6 +147,8 @@ def run_among(
         ending.callback(log.close)
         ending.callback(attempt.manager.close)
         ending.callback(_do_last_act, attempt, within)  # training.log takes its line only while the folder is leased
+        if within is None:
+            ending.push(lambda _, error, __: attempt.takes_as_stop(error))
         with ends_if_stopped(interrupts, processes.patience, config.interrupted_exit_code):
             start, requests = _beginning(config, processes, attempt)
             before = config_of_checkpoint(start.source) if start.source else None
@@ -175,6 +177,7 @@ def run_among(
                 attempt.settle(stop)
             result = _ended(trainer, attempt, stop, found, alone=loaded is None)
             return result
+    return Result("interrupted", attempt.began_at, config.run_folder, reason=interrupts.stop_reason)
 
 
 def _manager_of(config: Config, processes: Processes, interrupts: Interrupts) -> CheckpointManager:
