@@ -20,7 +20,7 @@ from ci_llm.cluster.deadline import Pace
 from ci_llm.cluster.launch import SUPERVISED, Launch, shell_line
 from ci_llm.cluster.slurm import read_job, requeue
 from ci_llm.cluster.starter import exit_code_told
-from ci_llm.config import Config
+from ci_llm.config import Config, parse_config
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.core.run_folder import (
     PEER_LOST,
@@ -32,7 +32,7 @@ from ci_llm.core.run_folder import (
 )
 from ci_llm.core.run_status import RunStatus, keep_status, readable_status
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import CheckpointError, CiLlmError, GivenUp, PeerLost, WriterBusy
+from ci_llm.errors import CheckpointError, CiLlmError, ConfigError, GivenUp, PeerLost, WriterBusy
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.mirroring import RunMirror
@@ -191,14 +191,26 @@ class Attempt:
         Returns:
             the last step that is saved.
         """
-        step, last = max(self.manager.all_steps(), default=step), readable_status(self.config.run_folder)
-        if self.launch.is_main_process and (last is None or last.status != "completed"):
+        step = max(self.manager.all_steps(), default=step)
+        if self.launch.is_main_process and not self._is_complete(step):
             with suppress(WriterBusy):
                 self._take_number(self._lease(step), step)
                 if self.status.finish("interrupted", reason, self.status.current.next_command):
                     self._put_job_back(reason, step)
         self.manager.close()
         return step
+
+    def _is_complete(self, step: int) -> bool:
+        """True if the run is complete, and the configuration does not make it longer than its last step says."""
+        last = readable_status(self.config.run_folder)
+        if last is None or last.status != "completed":
+            return False
+        try:
+            file = self.manager.store.path(step) / "config.yaml"
+            before = parse_config(file.read_text("utf-8"), str(file))
+        except (OSError, CheckpointError, ConfigError):  # a sweep has none
+            return True
+        return all(change.kind not in ("schedule", "ending") for change in before.diff(self.config))
 
     def takes_as_stop(self, error: BaseException | None) -> bool:
         """True if a peer is lost after a request to stop and before this attempt has begun; the stop is then recorded.

@@ -94,6 +94,11 @@ def test_what_is_complete_stays_complete(server: ForkServer, tmp_path: Path) -> 
         child.signal(signal.SIGTERM)
         assert child.wait() == 0, child.seen
     assert read_status(tmp_path).status == "completed"
+    with trainer(server, 0, free_port(), tmp_path, "max_train_steps=3") as child:
+        child.read_until("waiting ")
+        child.signal(signal.SIGTERM)
+        assert child.wait() == 0, child.seen
+    assert read_status(tmp_path).status == "interrupted", "it is not complete by this call"
 
 
 def test_a_sweep_is_interrupted_as_a_run_is(server: ForkServer, tmp_path: Path) -> None:
