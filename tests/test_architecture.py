@@ -296,7 +296,7 @@ CAPS = {
     "integrations": 700,
     "logs": 886,
     "lora": 1199,
-    "mirror": 909,
+    "mirror": 911,
     "objectives": 497,
     "report": 962,
     "run": 4674,
