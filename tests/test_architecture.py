@@ -299,7 +299,7 @@ CAPS = {
     "mirror": 911,
     "objectives": 497,
     "report": 962,
-    "run": 4674,
+    "run": 4673,
     "serve": 1319,
     "supervisor": 1573,
     "sweep": 798,

@@ -147,8 +147,7 @@ def run_among(
         ending.callback(log.close)
         ending.callback(attempt.manager.close)
         ending.callback(_do_last_act, attempt, within)  # training.log takes its line only while the folder is leased
-        if within is None:
-            ending.push(lambda _, error, __: attempt.takes_as_stop(error))
+        ending.push(lambda _, error, __: within is None and attempt.takes_as_stop(error))
         with ends_if_stopped(interrupts, processes.patience, config.interrupted_exit_code):
             start, requests = _beginning(config, processes, attempt)
             before = config_of_checkpoint(start.source) if start.source else None
