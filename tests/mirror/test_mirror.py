@@ -338,7 +338,7 @@ def test_a_disk_that_takes_nothing_of_the_mirror_is_one_error(
 ) -> None:
     node("one", 1)
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     other = node("other")
