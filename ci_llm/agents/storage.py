@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
@@ -94,9 +94,9 @@ class DropConnect:
             part[..., part.shape[-1] - self._num_whole :] = 1
         self._on_new_memory()
 
-    def applied(self, agents: slice) -> Tensor | None:
-        """A copy of these agents' rows with the masks applied; None if there are none."""
-        return None if self.masks is None else self._weights[agents] * self.masks[agents]
+    def applied(self, numbers: Tensor, agents: slice) -> Tensor | None:
+        """A copy of these agents' rows of [K, P] numbers with the masks applied; None if there are none."""
+        return None if self.masks is None else numbers[agents] * self.masks[agents]
 
     @property
     def _drops(self) -> bool:
@@ -336,7 +336,23 @@ class AgentStorage:
         """Cast the weights once for all layers of the pass inside; for training with masks applied."""
         agents = self.reading.agents
         rows = slice(min(agents), max(agents) + 1) if agents else slice(0, 0)
-        return self.casts.of_pass(self.weights[rows], self.drawn.applied(rows) if training else None, dtype)
+        numbers = self.weights if self.reading.numbers is None else self.reading.numbers
+        return self.casts.of_pass(numbers[rows], self.drawn.applied(numbers, rows) if training else None, dtype)
+
+    @contextmanager
+    def reading_from(self, numbers: Tensor) -> Iterator[None]:
+        """Let the adapters in the passes inside have these numbers; those of heads stay.
+
+        The weights themselves do not change, because a save may read them at any moment.
+
+        Args:
+            numbers: [K, P] in the layout, the dtype and the memory order of the weights.
+        """
+        self.reading.numbers = numbers
+        try:
+            yield
+        finally:
+            self.reading.numbers = None
 
     def clip(self, max_norms: Sequence[float | None]) -> Tensor:
         """Scale each agent's gradient to at most its norm in `max_norms`; None leaves the gradient as it is.

@@ -136,7 +136,7 @@ class CrowdModel(nn.Module):
         self.names = [*names]
         self.heads = self.storage.heads
         if self.start is not None:
-            self.start = self.start[[*kept], : self.storage.weights.shape[1]]
+            self.start = self.start[[*kept], : self.storage.weights.shape[1]].contiguous()
 
     @property
     def head(self) -> passes.Head:
@@ -232,15 +232,9 @@ class CrowdModel(nn.Module):
                 [states] = self.base_model.states([Owned((), batch)])
                 known[id(batch)] = self.target_log_probs(states, batch, of_chunk)
             return known[id(batch)]
-        weights = self.storage.weights.data  # so that autograd does not see the change
-        own = weights.clone()
-        try:
-            weights.copy_(self.start)
-            with self.evaluating():  # without dropout
-                [states] = self.base_model.states([Owned(agents, batch)])
-                return self.target_log_probs(states, batch, of_chunk)
-        finally:
-            weights.copy_(own)
+        with self.evaluating(), self.storage.reading_from(self.start):  # without dropout
+            [states] = self.base_model.states([Owned(agents, batch)])
+            return self.target_log_probs(states, batch, of_chunk)
 
     def states(self, batch: Batch) -> Tensor:
         """Final hidden states [n, N, D] of the n agents that read now, in packed order on either route."""

@@ -7,6 +7,7 @@ Legend: R rows of the input, r rank, in and out features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -111,19 +112,26 @@ class AdaptedLinear(nn.Module):
 
     def _stacks_of(self, agents: tuple[int, ...]) -> list[tuple[Stack, int]]:
         """The stacks of these agents, each with its first agent's place among them; made once and not in each pass."""
+        numbers = self.reading.numbers
+        if numbers is not None:  # nothing is kept of them
+            return self._made([stack.from_numbers(numbers) for stack in self.stacks], agents)
         key = agents, self.training, self.reading.in_storage
         if key not in self._at:
-            ready = self.stacks if self.training else [stack.at_rest() for stack in self.stacks]
-            if not self.reading.in_storage:
-                ready = [replace(stack, gradients=None) for stack in ready]
-            found = list[tuple[Stack, int]]()
-            for stack in ready:
-                if agents[stack.first : stack.end] == tuple(range(stack.first, stack.end)):
-                    found.append((stack, stack.first))
-                else:
-                    found += [(stack.only(k), at) for at, k in enumerate(agents) if stack.first <= k < stack.end]
-            self._at[key] = found
+            self._at[key] = self._made(self.stacks, agents)
         return self._at[key]
+
+    def _made(self, stacks: Sequence[Stack], agents: tuple[int, ...]) -> list[tuple[Stack, int]]:
+        """`_stacks_of` from the stacks of all agents."""
+        ready = stacks if self.training else [stack.at_rest() for stack in stacks]
+        if not self.reading.in_storage:
+            ready = [replace(stack, gradients=None) for stack in ready]
+        found = list[tuple[Stack, int]]()
+        for stack in ready:
+            if agents[stack.first : stack.end] == tuple(range(stack.first, stack.end)):
+                found.append((stack, stack.first))
+            else:
+                found += [(stack.only(k), at) for at, k in enumerate(agents) if stack.first <= k < stack.end]
+        return found
 
     def _beside(self, base: nn.Module, x: Tensor, owned: Owned) -> Tensor:
         """y of a base layer that computes by itself."""

@@ -72,6 +72,11 @@ class Stack:
         """The stack without dropout and DropConnect."""
         return replace(self, masks=None, drops=False) if self.drops or self.masks else self
 
+    def from_numbers(self, numbers: Tensor) -> Stack:
+        """The stack with A and B from the same places of another storage [K, P]."""
+        a, b = (numbers.as_strided(each.size(), each.stride(), each.storage_offset()) for each in (self.a, self.b))
+        return replace(self, a=a, b=b)
+
     def effective(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A and B with masks applied, in `dtype`."""
         a, b = self.a, self.b

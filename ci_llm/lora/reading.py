@@ -33,6 +33,7 @@ class Reading:
         in_storage: true if all parameters' gradients are views of the storage, as `begin_step` leaves them.
         by_onednn: true if passes without gradients compute products with frozen weights by oneDNN; see `product`.
         reordered: weights for passes without gradients, by layer; see `ReorderedWeights` in onednn.py.
+        numbers: [K, P] the numbers of the adapters, in place of the crowd's weights; None: the weights.
     """
 
     agents: tuple[int, ...]
@@ -40,6 +41,7 @@ class Reading:
     in_storage: bool = False
     by_onednn: bool = False
     reordered: Mapping[nn.Module, Tensor] = field(default_factory=dict)
+    numbers: Tensor | None = None
 
     @contextmanager
     def of(self, agents: Sequence[int], sizes: Sequence[int] | None = None) -> Iterator[None]:

@@ -120,7 +120,9 @@ def _fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[st
         manager.store.acquire_lease()
         if token is None:  # a disk with steps and without a token belongs to another run
             write_token(folder, Token(head.run, NOBODY))
-        _pull(reader, head, found, manager, files)
+        wrote_last = token is not None and token.writer == head.writer
+        _download_files(reader, head, folder, files, wrote_last=wrote_last)
+        _pull(reader, head, found, manager)
     elif own is None:
         logger.warning(f"mirror    no step in {reader.url} verifies")
     now = Token(head.run, head.writer)
@@ -129,9 +131,8 @@ def _fill(reader: MirrorReader, manager: CheckpointManager, files: Collection[st
     return Found(head.writer, damage)
 
 
-def _pull(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointManager, files: Collection[str]) -> None:
+def _pull(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointManager) -> None:
     """Bring a step, after everything that belongs to it: until that step is here, the next start fills again."""
-    _download_files(reader, head, manager.directory, files)
     for entry in _wanted(head, newest, manager.directory):
         try:
             manager.store.adopt(reader.open(entry))
@@ -141,13 +142,21 @@ def _pull(reader: MirrorReader, head: Head, newest: Opened, manager: CheckpointM
     logger.info(f"mirror    step {newest.manifest.step} came from {reader.url}: the disk had no newer one")
 
 
-def _download_files(reader: MirrorReader, head: Head, folder: Path, patterns: Collection[str]) -> None:
+def _download_files(
+    reader: MirrorReader, head: Head, folder: Path, patterns: Collection[str], *, wrote_last: bool
+) -> None:
     """Write the files of a run as the mirror has them, in the place of what is there.
 
     Only names that match are written, whatever the head says. A file that is damaged there is named and left out.
+
+    Args:
+        wrote_last: nobody has written to the mirror since this disk did. It keeps its own files, which may tell of
+            decisions that the mirror has not got.
     """
     for name, file in head.files.items():
         if not any(PurePosixPath(f"/{name}").match(f"/{pattern}") for pattern in patterns):
+            continue
+        if wrote_last and (folder / name).exists():
             continue
         try:
             data = reader.file(name, file)

@@ -21,7 +21,7 @@ from ci_llm.cluster.deadline import Pace
 from ci_llm.cluster.launch import SUPERVISED, Launch, shell_line
 from ci_llm.cluster.slurm import read_job, requeue
 from ci_llm.cluster.starter import exit_code_told
-from ci_llm.config import Config
+from ci_llm.config import Config, parse_config
 from ci_llm.core.memory import is_out_of_memory
 from ci_llm.core.run_folder import (
     PEER_LOST,
@@ -33,7 +33,7 @@ from ci_llm.core.run_folder import (
 )
 from ci_llm.core.run_status import RunStatus, keep_status, readable_status
 from ci_llm.distributed.processes import Processes
-from ci_llm.errors import CheckpointError, CiLlmError, GivenUp, PeerLost, WriterBusy
+from ci_llm.errors import CheckpointError, CiLlmError, ConfigError, GivenUp, PeerLost, WriterBusy
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.run_log import RunLog
 from ci_llm.run.mirroring import RunMirror
@@ -195,6 +195,7 @@ class Attempt:
         if self._interruption is None:
             return None
         reason, step = self._interruption
+        self._interruption = None  # SLURM is asked once
         without_progress = attempts_without_progress(self.config.run_folder, step)
         line = requeue(self.config.requeue, reason, without_progress=without_progress)
         if line:
@@ -202,15 +203,43 @@ class Attempt:
         return line
 
     def stopped_before_it_began(self, reason: str, step: int = 0) -> int:
-        """Record the interruption, unless another attempt has the folder; returns the last step that is saved."""
+        """Record the interruption and put the SLURM job back, unless the run is complete or another attempt has it.
+
+        Returns:
+            the last step that is saved.
+        """
         step = max(self.manager.all_steps(), default=step)
-        last = readable_status(self.config.run_folder)
-        if self.launch.is_main_process and (last is None or last.status != "completed"):
+        if self.launch.is_main_process and not self._is_complete(step):
             with suppress(WriterBusy):
                 self._take_number(self._lease(step), step)
-                self.status.finish("interrupted", reason, self.status.current.next_command)
+                if self.status.finish("interrupted", reason, self.status.current.next_command):
+                    self._interruption = reason, step
+                    self.last_act()
         self.manager.close()
         return step
+
+    def _is_complete(self, step: int) -> bool:
+        """True if the run is complete, and the configuration does not make it longer than its last step says."""
+        last = readable_status(self.config.run_folder)
+        if last is None or last.status != "completed":
+            return False
+        try:
+            file = self.manager.store.path(step) / "config.yaml"
+            before = parse_config(file.read_text("utf-8"), str(file))
+        except (OSError, CheckpointError, ConfigError):  # a sweep has none
+            return True
+        return all(change.kind not in ("schedule", "ending") for change in before.diff(self.config))
+
+    def takes_as_stop(self, error: BaseException | None) -> bool:
+        """True if a peer is lost after a request to stop and before this attempt has begun; the stop is then recorded.
+
+        The peer has waited for this process as long as it may, and has left.
+        """
+        reason = self.interrupts.stop_reason
+        if self.number or reason is None or not isinstance(error, PeerLost):
+            return False
+        self.stopped_before_it_began(reason)
+        return True
 
     def refused(self, error: CiLlmError) -> None:
         """Record that it failed where no step is left to resume from: else readers would call the run vanished."""

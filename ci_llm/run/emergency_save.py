@@ -97,13 +97,14 @@ class EmergencySave:
         self._attempt, self._interrupts, self._pace = attempt, attempt.interrupts, attempt.pace
         self._config, self._processes = attempt.config, attempt.processes
         self._optimizer, self._walltime, self._step, self._save = optimizer, walltime, step, save
-        # The training thread holds it while weights and state move; the saving thread takes it and keeps it.
-        self._boundary_lock = threading.Lock()
+        # The training thread holds it while weights and state move, and from its end on; the saving thread takes it and
+        # keeps it.
+        self._boundary_lock = threading.RLock()
         self._moving = False
         # One tuple that is replaced: another thread reads the old boundary or the new one, never a mixture.
         self._boundary: tuple[int, dict[str, Any]] = (step(), determinism.capture())
         self._moved = self._mark_device()
-        self._over, self._saving = threading.Event(), threading.Event()
+        self._over = threading.Event()
         watch = self._watch if self._processes.is_main_process else self._follow
         self._thread = threading.Thread(target=watch, name="ci_llm emergency save", daemon=True)
 
@@ -118,8 +119,8 @@ class EmergencySave:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        if self._saving.is_set():
-            threading.Event().wait()  # for ever: the saving thread ends the process, whatever happened to this one
+        # For ever, if the boundary is being saved: that thread ends the process, whatever happened to this one.
+        self._boundary_lock.acquire()
         if kind is not None and not self._processes.is_main_process and (reason := self._why_main_has_left()):
             self._exit(reason)  # the error is that the main process is gone, as it should be
         self._over.set()
@@ -208,7 +209,6 @@ class EmergencySave:
         return True
 
     def _save_and_exit(self) -> None:
-        self._saving.set()
         exit_code = 1
         try:
             self._save_boundary()

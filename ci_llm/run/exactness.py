@@ -236,7 +236,7 @@ def on_one_layer(crowd: Crowd, work: Callable[[nn.Module, list[nn.Parameter]], T
 
 @contextmanager
 def _fixed(crowd: Crowd, *, alone: bool) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """One layer, or the whole base, and its trainable parameters, which have fixed numbers within the block.
+    """One layer, or the whole base, and its trainable parameters, in whose place it reads fixed numbers inside.
 
     Afterwards everything is as it was before.
     """
@@ -245,16 +245,14 @@ def _fixed(crowd: Crowd, *, alone: bool) -> Iterator[tuple[nn.Module, list[nn.Pa
     draw = torch.Generator().manual_seed(0)
     with one_layer(crowd) if alone else nullcontext(text_model(crowd.model)) as layer:
         trained = [each for each in layer.parameters() if each.requires_grad]
-        kept = [each.detach().clone() for each in trained]
+        numbers = torch.zeros_like(storage.weights)
+        for each in trained:
+            own = numbers.as_strided(each.size(), each.stride(), each.storage_offset())
+            own.copy_(torch.empty(each.shape).uniform_(-WEIGHTS_UP_TO, WEIGHTS_UP_TO, generator=draw))
         try:
-            with torch.no_grad():
-                for each in trained:
-                    each.copy_(torch.empty(each.shape).uniform_(-WEIGHTS_UP_TO, WEIGHTS_UP_TO, generator=draw))
-            yield layer, trained
+            with storage.reading_from(numbers):  # and not in their place: a save may read the weights meanwhile
+                yield layer, trained
         finally:
-            with torch.no_grad():
-                for each, numbers in zip(trained, kept, strict=True):
-                    each.copy_(numbers)
             storage.take_gradients_away()
             storage.dropout.micro_step = key
             crowd.train(training)

@@ -30,7 +30,7 @@ from ci_llm.core.evaluation_file import Evaluation
 from ci_llm.core.run_folder import metrics_of
 from ci_llm.core.run_status import readable_status
 from ci_llm.distributed.processes import Patience, Processes, ends_if_stopped
-from ci_llm.errors import ProgressLost, StoppedBeforeMeeting
+from ci_llm.errors import PeerLost, ProgressLost, StoppedBeforeMeeting
 from ci_llm.interrupts import Interrupts
 from ci_llm.logs.hardware import monitored
 from ci_llm.logs.run_log import RunLog
@@ -89,9 +89,13 @@ def run_job(
         ):
             try:
                 result = run_attempt(attempt, processes, given=given)
-                return result
+            except PeerLost as error:
+                if not attempt.takes_as_stop(error):
+                    raise
+                result = Result("interrupted", attempt.began_at, config.run_folder, reason=interrupts.stop_reason)
             finally:
                 attempt.last_act()  # training.log takes its line only while the folder is leased
+            return result
     except StoppedBeforeMeeting as stop:
         reason, step = stopped_before_meeting(config, launch, interrupts, stop)
         return Result("interrupted", step, config.run_folder, reason=reason)

@@ -18,7 +18,7 @@ from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.logs.progress import Position
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.exactness import surroundings
-from ci_llm.run.run_checkpoint import contents
+from ci_llm.run.run_checkpoint import contents, keep_as_good
 from ci_llm.run.step.callbacks import Event, TrainerState
 from ci_llm.run.step.nonfinite import Findings, recovery_metrics
 from ci_llm.run.trainer import Trainer
@@ -123,6 +123,7 @@ def save(trainer: Trainer, attempt: Attempt) -> None:
     with trainer.heartbeat.resting():  # a slow disk is no hang
         keep = {*trainer.kept_steps, *attempt.mirror.sending}
         begun = manager.save(step, state, force=True, info=info, keep=keep)
+    keep_as_good(trainer)
     if begun:
         call_event(trainer, attempt, "on_save")
 

@@ -71,6 +71,16 @@ def contents(
     }
 
 
+def keep_as_good(trainer: Trainer) -> None:
+    """Take the snapshots that a run which resumes from a checkpoint of this step begins with.
+
+    Else the two would roll an agent back to different steps.
+    """
+    state = trainer.state
+    for agent in {*range(len(state.agents))} - {*in_episode(state)}:
+        trainer.nonfinite.last_good.keep(agent, state.step)
+
+
 def in_episode(state: TrainState) -> list[int]:
     """The places of agents in an episode of nonfinite steps."""
     return [k for k, agent in enumerate(state.agents) if agent.recovery.episode_start is not None]

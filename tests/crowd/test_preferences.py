@@ -333,6 +333,22 @@ def test_the_reference_may_be_the_start_of_each_agent(pass_per_agent: bool) -> N
     assert not torch.allclose(step_of(crowd, objective, [batch])[0], moved)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pass_per_agent", [False, True])
+def test_a_pass_at_the_start_has_the_bits_of_agents_that_are_there(pass_per_agent: bool, dtype: torch.dtype) -> None:
+    crowd, batch = crowd_of(torch.float32), pack(small_units(), range(3))
+    crowd.storage.pass_per_agent = pass_per_agent
+    own = crowd.storage.weights.clone()
+    crowd.start = own.flip(1)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        found = crowd.reference((0, 1), batch)
+        again = crowd.eval()(batch).log_probs
+        crowd.storage.weights.copy_(crowd.start)
+        assert torch.equal(found, crowd(batch).log_probs)
+        crowd.storage.weights.copy_(own)
+        assert torch.equal(again, crowd(batch).log_probs)
+
+
 def test_agents_that_are_the_base_have_the_loss_of_no_preference() -> None:
     crowd, batch = crowd_of(torch.float64), pack(small_units(), range(3))
     crowd.storage.weights.zero_()

@@ -337,7 +337,7 @@ def test_a_disk_that_takes_nothing_of_the_mirror_is_one_error(
 ) -> None:
     node("one", 1)
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     other = node("other")
@@ -396,6 +396,33 @@ def test_all_steps_are_pulled_where_the_best_one_is_unknown(text: str | None, st
         (fresh.folder / "status.json").write_text(text)
     fresh.fill()
     assert fresh.manager.all_steps() == steps
+
+
+def test_a_disk_that_lost_a_step_keeps_what_it_has_decided_since(node: Nodes) -> None:
+    one = node("one")
+    one.begin()
+    (one.folder / "metrics.jsonl").write_text("sent\n")
+    one.save(1, 2)
+    (one.folder / "metrics.jsonl").write_text("sent\nand decided since\n")
+    one.close()
+    shutil.rmtree(one.folder / "checkpoint_step_2")
+    again = node("one")
+    assert again.begin() == 2
+    assert (again.folder / "metrics.jsonl").read_text() == "sent\nand decided since\n"
+
+
+def test_a_disk_gets_what_another_one_has_written_since(node: Nodes) -> None:
+    one = node("one", 1)
+    one.close()
+    other = node("other")
+    other.begin()
+    (one.folder / "metrics.jsonl").write_text("of the older attempt\n")
+    (other.folder / "metrics.jsonl").write_text("of the newer attempt\n")
+    other.save(2)
+    other.close()
+    again = node("one")
+    assert again.begin() == 2
+    assert (again.folder / "metrics.jsonl").read_text() == "of the newer attempt\n"
 
 
 def test_a_disk_that_was_filled_in_part_does_not_resume_without_the_mirror(

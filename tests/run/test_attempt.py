@@ -16,9 +16,12 @@ from typing import Any
 
 import pytest
 
+from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.cluster.deadline import Deadline, expected_kill
 from ci_llm.cluster.launch import Launch, read_launch
+from ci_llm.config import Config
 from ci_llm.core.run_status import RunStatus, read_status
+from ci_llm.interrupts import Interrupts
 from ci_llm.run import attempt
 
 
@@ -73,6 +76,26 @@ def test_a_full_disk_hides_no_interruption(
     assert "status.json cannot be written: [Errno 28]" in refused
     assert "interrupted (signal:SIGTERM): step 5 is saved" in ended
     assert "put back" in queued
+
+
+def test_a_job_that_is_stopped_before_its_run_begins_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ci_llm")
+    told: list[object] = []
+
+    def put_back(*asked: object, without_progress: int) -> str:
+        told.append((*asked, without_progress))
+        return "SLURM job 7 is put back into the queue"
+
+    monkeypatch.setattr(attempt, "requeue", put_back)
+    for number in (1, 2):
+        manager = CheckpointManager(tmp_path)
+        config, interrupts = Config(output_dir=str(tmp_path)), Interrupts()
+        assert attempt.Attempt(config, launch("python"), manager, interrupts).stopped_before_it_began("walltime") == 0
+        assert told[-1] == ("auto", "walltime", number)
+    assert read_status(tmp_path).status == "interrupted"
+    assert "put back" in caplog.messages[-1]
 
 
 # The command

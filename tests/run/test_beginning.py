@@ -11,8 +11,9 @@ from ci_llm.checkpoints.checkpoint import load_checkpoint, write_checkpoint
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.config import load_config
 from ci_llm.core.run_folder import BEGINNING
-from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint
+from ci_llm.errors import BadInput, CheckpointError, ConfigError, DamagedCheckpoint, ProgressLost
 from ci_llm.run.start.beginning import Start, find_start, known_beginning, read_beginning, record_start
+from tests.support.bit_flips import flip
 from tests.support.log_lines import log_lines
 
 
@@ -123,6 +124,30 @@ def test_a_run_whose_own_steps_all_fail_verification_begins_where_it_began(sourc
         "checkpoint_step_5",
         "checkpoint_step_6",
     ]
+
+
+def test_a_run_whose_trusted_steps_are_pruned_goes_back_to_its_oldest_one(run: Folder) -> None:
+    run.begin(saves=(60, 70, 80))
+    assert run.resumes_from(at_most=60) == "run/checkpoint_step_60"
+    run.begin(saves=(70, 80))
+    flip(run.path / "checkpoint_step_60" / "optimizer.json", 0)
+    assert run.resumes_from(at_most=30) == "run/checkpoint_step_70"
+    assert any("no older checkpoint is left: the run goes back to its oldest one, of step 70" in x for x in run.lines)
+    assert sorted(path.name for path in (run.path / "superseded").iterdir()) == [
+        "checkpoint_step_70",
+        "checkpoint_step_80",
+        "checkpoint_step_80.2",
+    ]
+    assert run.resumes_from(at_most=0) is None
+
+
+def test_checkpoints_without_a_record_of_the_beginning_that_are_all_damaged_are_refused_again(run: Folder) -> None:
+    run.begin(saves=(4,))
+    (run.path / BEGINNING).unlink()
+    flip(run.path / "checkpoint_step_4" / "optimizer.json", 0)
+    for _ in range(2):  # the second call finds it in quarantine
+        with pytest.raises(ProgressLost):
+            run.begin()
 
 
 def test_another_beginning_of_a_run_that_has_begun_is_refused_with_the_alternatives(

@@ -26,7 +26,7 @@ from ci_llm.crowd import publishing
 from ci_llm.distributed.ballot import Verdict
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.logs.run_log import RunLog
-from ci_llm.run import attempt, loop
+from ci_llm.run import attempt, evaluation, loop
 from ci_llm.run.mirroring import RunMirror
 from tests.support.bit_flips import flip
 
@@ -284,6 +284,28 @@ def test_a_completed_run_writes_a_damaged_final_checkpoint_again(run: Path, caps
     assert verify_folder(final).files.keys() == json.loads(before)["files"].keys()
     assert train(run) == 0
     assert "This run is complete at step 6" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_step_whose_checkpoints_go_bad_while_it_is_evaluated_is_no_result(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "evaluation.json").unlink()
+    card = evaluation.final_card
+
+    def damaged(*given: Any) -> str:
+        for name in ("final_checkpoint", "checkpoint_step_6"):
+            flip(run / name / "optimizer.safetensors", -1)
+        return card(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(evaluation, "final_card", damaged)
+        assert train(run) == 1
+    assert "there is no step 6; committed: 4" in capsys.readouterr().err
+    assert read_status(run).status == "failed"
+    assert not (run / "final_checkpoint").exists(), "it would hold step 4 beside the results of step 6"
+    assert train(run) == 0
+    assert verify_folder(run / "final_checkpoint").step == 6
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,18 @@ STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 def train(
-    words: list[str], place: str | None = None, says: str = "", held: bool = False, command: str = "train"
+    words: list[str], place: str | None = None, says: str = "", held: bool | str = False, command: str = "train"
 ) -> int:
     """A trial for the fork server: a trainer that says at once what it waits for, and that it comes to a place.
 
     Args:
-        held: it does no more from there.
+        held: it does no more from there, or not until there is this file.
     """
 
     def come() -> None:
         print(says, flush=True)
-        if held:
-            threading.Event().wait()
+        while held and not (isinstance(held, str) and Path(held).exists()):
+            time.sleep(0.05)
 
     processes.MISSING_S, processes.MEETING_GRACE_S = 0.0, 0.2  # type: ignore[misc]
     if place is not None:
@@ -93,6 +94,11 @@ def test_what_is_complete_stays_complete(server: ForkServer, tmp_path: Path) -> 
         child.signal(signal.SIGTERM)
         assert child.wait() == 0, child.seen
     assert read_status(tmp_path).status == "completed"
+    with trainer(server, 0, free_port(), tmp_path, "max_train_steps=3") as child:
+        child.read_until("waiting ")
+        child.signal(signal.SIGTERM)
+        assert child.wait() == 0, child.seen
+    assert read_status(tmp_path).status == "interrupted", "it is not complete by this call"
 
 
 def test_a_sweep_is_interrupted_as_a_run_is(server: ForkServer, tmp_path: Path) -> None:
@@ -116,6 +122,26 @@ def test_a_peer_that_has_come_and_does_not_join(server: ForkServer, tmp_path: Pa
             child.signal(signal.SIGTERM)
             assert child.wait() == 0, child.seen
     assert any("the other processes have not come: leaving" in line for line in child.seen)
+
+
+def test_a_peer_that_has_left_because_all_were_asked_to_stop(server: ForkServer, tmp_path: Path) -> None:
+    """It waits for the main process, which loads, and leaves after the grace."""
+    port, loaded = free_port(), tmp_path / "loaded"
+    loads = {"place": "ci_llm.run.start.beginning.agree_on_start", "says": "loads"}
+    run = tmp_path / "run"
+    with (
+        trainer(server, 0, port, run, **loads, held=str(loaded)) as child,
+        trainer(server, 1, port, run, **loads) as peer,
+    ):
+        child.read_until("loads")
+        peer.read_until("loads")
+        child.signal(signal.SIGTERM)
+        peer.signal(signal.SIGTERM)
+        assert peer.wait() == 0, peer.seen
+        loaded.touch()
+        assert child.wait() == 0, child.seen
+    status = read_status(run)
+    assert (status.status, status.reason, status.step) == ("interrupted", "signal:SIGTERM", 0)
 
 
 #: A place where processes meet, by what it is, and the step that is saved.

@@ -106,6 +106,19 @@ def test_an_episode_of_nonfinite_steps_continues_over_a_resume(server: ForkServe
     assert weights(cut, [0, 1, 2]) == weights(tmp_path / "whole", [0, 1, 2])
 
 
+def test_a_rollback_after_a_resume_is_to_the_step_to_which_the_run_would_have_gone(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    fault = Fault("nan gradient", steps=(4, 5, 6, 7, 8), agents=(1,))
+    assert train(server, tmp_path / "whole", fault, save_steps=3) == [0], said(tmp_path / "whole")
+    cut = tmp_path / "cut"
+    assert train(server, cut, fault, Fault("kill", steps=(4,), committed=3), save_steps=3) == [-9]
+    assert train(server, cut, fault, save_steps=3) == [0], said(cut)
+    for folder in (tmp_path / "whole", cut):
+        assert "agent1    rolled back to its weights and moments of step 3" in said(folder)
+    assert weights(cut, [0, 1, 2]) == weights(tmp_path / "whole", [0, 1, 2])
+
+
 def test_an_agent_with_no_rollback_left_ends_the_attempt(server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("nan gradient", steps=tuple(range(4, 99)), agents=(1,))
     assert train(server, tmp_path, fault, save_steps=3, max_train_steps=20) == [1]

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -194,7 +194,7 @@ def find_start(
     known = replace(known, restarted_from=back) if known else None
     steps = manager.all_steps()
     if not steps:
-        if known is not None and any((manager.directory / QUARANTINE).glob("*")):
+        if (known is not None or wanted == LATEST) and any((manager.directory / QUARANTINE).glob("*")):
             raise _progress_lost(manager)
         is_meant = known is not None and wanted in (LATEST, *known.said)
         return _from_the_beginning(known if known and is_meant else _first(wanted, known))
@@ -205,7 +205,18 @@ def find_start(
         return _from_own(source, known)
     if any(at_most is None or step <= at_most for step in steps):
         raise _progress_lost(manager)
+    if known.source is None and at_most:  # 0 asks for a fresh start
+        return _from_oldest(manager, steps, known)
     return _from_the_beginning(known)
+
+
+def _from_oldest(manager: CheckpointManager, steps: Sequence[int], record: Beginning) -> Start:
+    """The start from the oldest of a run's own steps that verifies, where those that are trusted are pruned."""
+    for step in steps:
+        if (source := newest_source(manager, step)) is not None:
+            logger.warning(f"no older checkpoint is left: the run goes back to its oldest one, of step {step}")
+            return _from_own(source, record)
+    raise _progress_lost(manager)
 
 
 def _progress_lost(manager: CheckpointManager) -> ProgressLost:

@@ -132,7 +132,7 @@ def agent_copies(config: Config, device: torch.device) -> int:
     """The copies of each trained parameter that the device holds: weights, gradients, moments, snapshots."""
     state = 1 + MOMENTS  # weights and moments
     saved = state if device.type == "cpu" else 0  # the copy that a checkpoint is written from
-    started = 2 if config.reference == "start" else 0  # the start, and the weights while agents are compared with it
+    started = 1 if config.reference == "start" else 0  # the start, with which agents are compared
     return 1 + state + state + saved + started  # the gradients; the present state, and the last good one
 
 

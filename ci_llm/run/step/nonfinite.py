@@ -3,7 +3,8 @@
 The ballot of the step carries the findings of every process, before the gradients are added up. So the check needs no
 extra wait for the device, and every process responds alike. state.py decides by pure functions; this file acts.
 
-A rollback gives an agent its last good snapshot: its weights and moments, as they were at most 20 steps before.
+A rollback gives an agent its last good snapshot: its weights and moments, as they were at most 20 steps before. A
+checkpoint is a snapshot as well, so a rollback leads to the same step before and after a resume.
 
 Legend: K agents, P numbers of an agent.
 """
@@ -81,7 +82,7 @@ def findings_of(verdict: Verdict, state: TrainState, *, known_bad: bool = False)
     return Findings(left_out, nonfinite, overflowed, bad, 0 if bad else sums.tokens)
 
 
-#: Steps between two copies, and so the most that a rollback loses. A copy costs as much as the optimizer's step.
+#: Steps between two copies, beside those of saves. A copy costs as much as the optimizer's step.
 EVERY_STEPS: Final = 20
 
 
