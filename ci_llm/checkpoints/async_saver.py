@@ -217,15 +217,12 @@ class AsyncSaver:
         self._job: Future[None] | None = None
         self._copied = threading.Event()
         self._copied.set()
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._hooks: list[Any] = []
+        self._hooks: dict[torch.optim.Optimizer, Any] = {}
 
-    def watch(self, optimizer: Any) -> None:
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the thread copy what `optimizer` owns: its next step waits until that is copied."""
-        # Accelerate's wrapper never runs the constructor of torch's Optimizer, and so it can carry no hook.
-        inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-        self._optimizers.append(inner)
-        self._hooks.append(inner.register_step_pre_hook(lambda *_: self.wait_until_copied()))
+        if optimizer not in self._hooks:
+            self._hooks[optimizer] = optimizer.register_step_pre_hook(lambda *_: self.wait_until_copied())
 
     @property
     def busy(self) -> bool:
@@ -245,7 +242,7 @@ class AsyncSaver:
         try:
             # The arena has room for one copy, and the one before lies in it until it is written.
             self.wait()
-            copy = Copy(self._arena, task.entries, owned_memory(self._optimizers))
+            copy = Copy(self._arena, task.entries, owned_memory(self._hooks))
             copied = threading.Event()
             self._job = self._pool.submit(_run, copy, copied, task, done)
         except BaseException:
@@ -280,7 +277,7 @@ class AsyncSaver:
     def shutdown(self) -> None:
         """Wait for the end of the thread, whatever the result; the optimizers are free again."""
         self._pool.shutdown()  # first, because a copy may still be under way
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
 
 

@@ -59,10 +59,10 @@ class Gradients:
         _follow_steps()
         _FOLLOWING.add(self)
 
-    def watch(self, optimizer: Any) -> None:
+    def watch(self, optimizer: Optimizer) -> None:
         """Add an optimizer that need not be in the state. The gradients that it has now count as left over."""
-        self._own.append(inner := _inner(optimizer))
-        self.note(inner)
+        self._own.append(optimizer)
+        self.note(optimizer)
 
     def note(self, stepped: Optimizer) -> None:
         """Take the gradients that an optimizer has now as left over from its last step."""
@@ -156,14 +156,15 @@ def _follow_steps() -> None:
     register_optimizer_step_post_hook(note)
 
 
-def _inner(optimizer: Any) -> Optimizer:
-    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate wraps the one that steps
+def inner_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer that steps. Accelerate's wrapper of it never runs torch's constructor, so it can carry no hook."""
+    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
 
 
 def _optimizers_in(value: Any, where: str) -> Iterator[tuple[str, Optimizer]]:
     if isinstance(value, Optimizer):
-        yield where, _inner(value)
+        yield where, inner_optimizer(value)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _optimizers_in(item, f"{where}.{key}" if where else str(key))

@@ -65,16 +65,8 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> Owner:
-        job, round_ = job_and_round()
-        return cls(
-            machine=pid_space(),
-            pid=os.getpid(),
-            started_since_boot_s=started_since_boot_s(),
-            slurm_job=os.environ.get("SLURM_JOB_ID"),
-            slurm_restarts=os.environ.get("SLURM_RESTART_COUNT", "0"),
-            elastic_job=job,
-            elastic_round=round_,
-        )
+        slurm = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_RESTART_COUNT", "0")
+        return cls(pid_space(), os.getpid(), started_since_boot_s(), *slurm, *job_and_round())
 
     def why_gone(self, me: Owner, silent_s: float, timeout_s: float) -> str | None:
         """The reason to take over from this owner; None while it may be alive.

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 from ci_llm.checkpoints.checkpoint import Checkpoint, decode
 from ci_llm.checkpoints.due import Due, SavePolicy
 from ci_llm.checkpoints.gradients import KEY
-from ci_llm.checkpoints.manifest import Manifest, read_manifest
+from ci_llm.checkpoints.manifest import Manifest, read_manifest, verify_folder
 from ci_llm.checkpoints.restoring import give_own_parts, load_into
 from ci_llm.checkpoints.saver import EachProcess, Saver
 from ci_llm.checkpoints.state_files import State
@@ -271,7 +271,7 @@ class CheckpointManager:
     def verify(self, step: int) -> Manifest:
         """Read every byte of a step and return its manifest. Raises DamagedCheckpoint, CheckpointError."""
         self.wait_until_finished()
-        return self.store.verify(step)
+        return verify_folder(self.store.path(step))
 
     # Changing
 

@@ -18,7 +18,7 @@ from typing import Any
 from ci_llm.checkpoints.async_saver import AsyncSaver, SaveTask, finish_at_exit
 from ci_llm.checkpoints.backends import SaveRequest, open_backend
 from ci_llm.checkpoints.due import Due, Votes
-from ci_llm.checkpoints.gradients import KEY, Gradients
+from ci_llm.checkpoints.gradients import KEY, Gradients, inner_optimizer
 from ci_llm.checkpoints.manifest import copy_info
 from ci_llm.checkpoints.state_files import State, StateEntry, entries_of, files_of, from_bytes, to_bytes
 from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, CheckpointStore, SaveResult
@@ -138,9 +138,10 @@ class Saver:
 
     def watch(self, optimizer: Any) -> None:
         """Add an optimizer that changes the state; see `AsyncSaver` and `Gradients`."""
-        self.gradients.watch(optimizer)
+        inner = inner_optimizer(optimizer)
+        self.gradients.watch(inner)
         if self._asynchronous:
-            self.behind.watch(optimizer)
+            self.behind.watch(inner)
 
     def newest(self) -> int | None:
         """The newest step, one in flight included. Raises the error of a save that has ended in its thread."""

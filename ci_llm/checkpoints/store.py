@@ -99,7 +99,7 @@ def commit(
     refuse_run(target)
     draft, old = draft_in(work), draft_in(work)
     with contextlib.ExitStack() as undo:
-        undo.callback(_remove_if_there, draft, disk)
+        undo.callback(clear, draft, disk)
         _write_folder(draft, files, manifest, disk, others)
         if target.exists() or target.is_symlink():
             disk.rename(target, old)
@@ -159,15 +159,11 @@ def _take_back(target: Path, draft: Path, disk: Filesystem) -> None:
         disk.rename(target, draft)
 
 
-def _remove_if_there(path: Path, disk: Filesystem) -> None:
-    if path.exists():
-        remove_tree(path, disk=disk)
-
-
 def clear(leftover: Path, disk: Filesystem) -> None:
     """Remove what is not needed any more. If that fails, it is logged: what was committed stays committed."""
     try:
-        _remove_if_there(leftover, disk)
+        if leftover.exists():
+            remove_tree(leftover, disk=disk)
     except OSError as error:
         logger.warning("a leftover stays: %s", error)
 
@@ -299,10 +295,6 @@ class CheckpointStore:
     def all_steps(self) -> list[int]:
         """Every committed step, ascending, the final checkpoint's included; not verified."""
         return sorted({step for step, _ in committed(self.directory)})
-
-    def verify(self, step: int) -> Manifest:
-        """Read every byte of a step and return its manifest. Raises DamagedCheckpoint, CheckpointError."""
-        return verify_folder(self.path(step))
 
     def latest_step(self, *, quarantine: bool = True, at_most: int | None = None) -> int | None:
         """The newest step that verifies. A checkpoint that does not verify is named in the log.
@@ -537,9 +529,7 @@ class CheckpointStore:
         """
         older = [step for step in layout.numbered_steps(self.directory) if step < saved]
         excess = older[: max(len(older) + 1 - self._limit, 0)] if self._limit else []
-        for step in excess:
-            if step in keep:
-                continue
+        for step in sorted({*excess} - {*keep}):
             try:
                 self._remove(step_folder(self.directory, step))
             except OSError as error:

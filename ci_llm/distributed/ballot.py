@@ -12,7 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_STOP: Final = 2  # its place in the vector
+#: The place in the vector of the number of processes that ask to stop. Their reasons are text, and come afterwards.
+STOP: Final = 2
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,6 @@ def encode(ballot: Ballot) -> Tensor:
     device = next((part.device for part in parts if part.device.type != "cpu"), torch.device("cpu"))
     measured = torch.cat([part.to(device, torch.float64).flatten() for part in parts])
     return torch.cat([torch.tensor(flags, dtype=torch.float64), measured.cpu()])
-
-
-def anybody_stops(votes: Tensor) -> bool:
-    """True if any of the added ballots asks to stop. The reasons are text and are gathered afterwards."""
-    return bool(votes[_STOP] > 0)
 
 
 def decode(votes: Tensor, num_agents: int, reasons: Sequence[str | None]) -> Verdict:

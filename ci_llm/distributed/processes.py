@@ -57,7 +57,7 @@ from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.memory import free_memory, is_out_of_memory
 from ci_llm.core.run_folder import LAUNCH_TOKEN
 from ci_llm.distributed import precision
-from ci_llm.distributed.ballot import Ballot, Verdict, anybody_stops, decode, encode
+from ci_llm.distributed.ballot import STOP, Ballot, Verdict, decode, encode
 from ci_llm.errors import CiLlmError, LaunchError, PeerLost, StoppedBeforeMeeting, first_line
 from ci_llm.interrupts import Interrupts
 
@@ -237,7 +237,7 @@ class Processes:
         self.follow()
         # On the CPU tensor of `encode` torch chooses gloo, also where the gradient goes over NCCL.
         votes = self._add_in_order(encode(ballot))
-        reasons = self.gather_object(ballot.stop) if anybody_stops(votes) else []
+        reasons = self.gather_object(ballot.stop) if votes[STOP] > 0 else []
         return decode(votes, len(ballot.nonfinite), reasons)
 
     def _add_in_order(self, tensor: Tensor) -> Tensor:

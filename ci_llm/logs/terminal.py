@@ -317,22 +317,21 @@ class Terminal:
     Args:
         view: what the live area shows.
         live: draw a live area, where one is possible.
+
+    Attributes:
+        is_live: whether there is a live area.
     """
 
     def __init__(self, file: TextIO, view: View, *, live: bool = True) -> None:
         self._file: TextIO | None = file
         self._view = view
         self._area: Area | None = area_for(file) if live else None
+        self.is_live = self._area is not None
         self._lock = threading.RLock()  # of the terminal alone; nothing is logged under it
         self._lines: deque[str] = deque()  # not shown yet
         self._news, self._ends = threading.Event(), False
         self._drawer: threading.Thread | None = None
         self._others: list[_Others] = []
-
-    @property
-    def is_live(self) -> bool:
-        """True if there is a live area."""
-        return self._area is not None
 
     def show(self, text: str) -> None:
         """Show `text` as it is, above the live area."""

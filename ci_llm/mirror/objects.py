@@ -208,12 +208,7 @@ class RemoteObjects(_Store):
         in_parts = not isinstance(data, bytes)
         with self._reaching("write", key):
             self._api.put(
-                self._store,
-                key,
-                data,
-                use_multipart=in_parts,
-                chunk_size=PART_BYTES,
-                max_concurrency=PARTS_AT_ONCE,
+                self._store, key, data, use_multipart=in_parts, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE
             )
 
     def put_if_match(self, key: str, data: bytes, version: Version | None) -> None:

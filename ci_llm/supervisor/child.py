@@ -263,8 +263,7 @@ class _MemoryWatch:
         self._short_at = -math.inf
 
     def sample(self) -> None:
-        memory = psutil.virtual_memory()
-        kills = _out_of_memory_kills()
+        memory, kills = psutil.virtual_memory(), _out_of_memory_kills()
         if kills > self._kills or memory.available < _SCARCE_FRACTION * memory.total:
             self._kills, self._short_at = kills, time.monotonic()
 

@@ -154,7 +154,7 @@ def test_the_final_checkpoint_counts_with_its_step_and_is_written_again(run: Run
     final = run.directory / "final_checkpoint"
     assert (final / "README.md").read_bytes() == b"two"
     (final / "README.md").write_bytes(b"mine")  # a copy: editing it must not hurt the step
-    store.verify(2)
+    verify_folder(store.path(2))
     shutil.rmtree(run.directory / "checkpoint_step_2")
     assert store.latest_step() == 1
     assert store.all_steps() == [1]
@@ -173,7 +173,7 @@ def test_a_step_held_only_by_the_final_checkpoint_gets_a_folder_before_that_is_r
     store.delete(1)
     assert not step.exists()
     assert store.make_final({"README.md": b"two"}).saved
-    assert store.verify(1).step == 1
+    assert verify_folder(store.path(1)).step == 1
     assert step.exists()
     assert not (step / "README.md").exists()
 
@@ -1043,7 +1043,7 @@ def test_a_full_disk_drops_the_new_checkpoint_and_no_old_one(
     kept = [result.step for result in results if result.saved]
     assert 1 <= len(kept) < 6
     assert all("checkpoint_step" in result.note for result in results if not result.saved)
-    assert [store.verify(step).step for step in kept] == kept
+    assert [verify_folder(store.path(step)).step for step in kept] == kept
     assert store.latest_step() == kept[-1]
     store.delete(kept[0])
     assert store.save(7, files(7, size=60_000)).saved
