@@ -1,1 +1,1 @@
-"""The parts of a step: state, rollout, gradients, metrics, callbacks, evaluator, rounds, requests, what goes wrong."""
+"""The parts of a step: state, rollout, gradients, metrics, callbacks, requests, what goes wrong."""
