@@ -1,1 +1,1 @@
-"""After a run: agents and crowd answer the rows of a data set; every answer is kept in a file, and scored."""
+"""Agents and crowd are scored on rows: in a run by all of its processes, and after it with every answer in a file."""

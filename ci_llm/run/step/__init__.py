@@ -1,1 +1,1 @@
-"""The parts of a step: state, rollout, metrics, callbacks, evaluator, requests, what goes wrong."""
+"""The parts of a step: state, rollout, metrics, callbacks, requests, and what goes wrong."""
