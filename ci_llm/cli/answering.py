@@ -74,7 +74,6 @@ def width() -> int:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for the run, and for how tokens are chosen."""
     parser.add_argument("run", metavar="RUN", help="a run, a checkpoint, a saved crowd, a hub id, or a base alone")
-    aggregators = plugin_names("ci_llm.crowd.aggregators")
     option = parser.add_argument
     option("--max-new-tokens", type=at_least(1), default=256, metavar="N", help="most tokens of an answer (256)")
     option("--temperature", type=at_least(0, float), metavar="T", help="draw tokens; 0 takes the most probable")
@@ -84,7 +83,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     about = r"end an answer before S; \n is a line break"
     option("--stop", action="append", type=_stop_string, default=[], metavar="S", help=about)
     about = "how agents become one crowd (probability)"
-    option("--aggregator", choices=aggregators, default="probability", metavar="A", help=about)
+    names = plugin_names("ci_llm.crowd.aggregators")
+    option("--aggregator", choices=names, default="probability", metavar="A", help=about)
     option("--abstain-below", type=probability, metavar="P", help="give no answer that is less probably right")
     option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
 
@@ -99,8 +99,6 @@ def _stop_string(text: str) -> str:
 def choices_of(call: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `Crowd.generate`; tokens are drawn if an option says how."""
     drawing = {name: value for name in _SAMPLING if (value := getattr(call, name)) is not None}
-    if drawing.get("temperature") == 0:
-        drawing = {}
     named = {name: getattr(call, name) for name in ("max_new_tokens", "aggregator", "abstain_below")}
     return {"stop_strings": tuple(call.stop), **named, "do_sample": bool(drawing), **drawing}
 
@@ -169,10 +167,9 @@ def open_run(path: str, base_model: str | None) -> tuple[Crowd, list[str]]:
     from ci_llm.core.remote import may_be_repository
     from ci_llm.crowd.given_path import is_base, require_checkpoint
 
-    folder: Path | str = path
     alone = is_base(path)
-    if not alone and not may_be_repository(path):
-        folder = require_checkpoint(Path(path), path, final_first=True)
+    is_name = alone or may_be_repository(path)
+    folder: Path | str = path if is_name else require_checkpoint(Path(path), path, final_first=True)
     if sys.stderr.isatty():
         note(f"{folder}: loading...")
     with importing():

@@ -101,8 +101,8 @@ def score(words: Sequence[str]) -> int:
     if isinstance(texts[0], tuple):
         texts, answers = map(list, zip(*texts, strict=True))
     crowd, _ = answering.open_run(call.run, call.base_model)
-    how: dict[str, Any] = {"abstain_below": call.abstain_below, "batch_size": call.batch_size}
-    for text, answer, found in zip(texts, answers or texts, crowd.score(texts, answers, **how), strict=True):
+    scores = crowd.score(texts, answers, abstain_below=call.abstain_below, batch_size=call.batch_size)
+    for text, answer, found in zip(texts, answers or texts, scores, strict=True):
         if call.json:
             named = {"text": text} if answers is None else {"prompt": text, "answer": answer}
             of_classes = () if found.label is not None else ("label", "probabilities", "abstained")
@@ -216,9 +216,8 @@ class Conversation:
         self._crowd = crowd
         self._choices = choices
         self._shows_sureness = shows_sureness
-        self._prompter = crowd.prompter
         self._names = names or crowd.names
-        if system is not None and self._prompter.form == "text":
+        if system is not None and self._crowd.prompter.form == "text":
             what = "the crowd was trained on plain text, which has no place for a system message"
             raise ConfigError(what, where="--system", hint="leave it out")
         self._system = [] if system is None else [{"role": "system", "content": system}]
@@ -228,9 +227,9 @@ class Conversation:
     @property
     def kind(self) -> str:
         """A line for people: a message is a text, a single question, or a turn of a conversation."""
-        if self._prompter.form == "text":
+        if self._crowd.prompter.form == "text":
             return "Trained on plain text: each message is continued, and none is remembered."
-        if not self._prompter.tells_turns_apart:
+        if not self._crowd.prompter.tells_turns_apart:
             return "Single questions: each message is one, and none is remembered."
         return "A conversation: earlier turns are remembered."
 
@@ -256,7 +255,7 @@ class Conversation:
             print(answering.how_sure(stream.result))
 
     def _remember(self, message: str, answer: str) -> None:
-        if answer and self._prompter.tells_turns_apart:
+        if answer and self._crowd.prompter.tells_turns_apart:
             self._turns += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
 
     def command(self, line: str) -> None:
@@ -275,7 +274,7 @@ class Conversation:
         commands[line]()
 
     def _prompt(self, message: str) -> Any:
-        if self._prompter.form == "text":
+        if self._crowd.prompter.form == "text":
             return message
         return [*self._system, *self._turns, {"role": "user", "content": message}]
 

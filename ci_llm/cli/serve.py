@@ -71,11 +71,10 @@ def _options(words: Sequence[str]) -> Options:
     option("--engine", metavar="URL", help=f"of a vLLM that holds the agents; its key is in {_ENGINE_KEY}")
     option("--base-model", metavar="NAME", help="the base, if it is no longer where the run found it")
     given = vars(parser.parse_args(words))
-    environ = os.environ
     file = given.pop("api_key_file")
     found = Options(**given)
-    key = found.key or (_key_in(file) if file else environ.get(_KEY)) or None
-    return replace(found, key=key, engine_key=environ.get(_ENGINE_KEY) or None)
+    key = found.key or (_key_in(file) if file else os.environ.get(_KEY)) or None
+    return replace(found, key=key, engine_key=os.environ.get(_ENGINE_KEY) or None)
 
 
 def _key_in(file: Path) -> str:
