@@ -310,6 +310,8 @@ _NOUNS: dict[Any, str] = {
     types.NoneType: "null",
     dict: "a mapping",
 }
+#: The bounds of a number in words, from its marks.
+_BOUNDS: Final = {Ge: "of at least {0.ge}", Gt: "above {0.gt}", Le: "and at most {0.le}", Lt: "and below {0.lt}"}
 
 
 def expected(field: FieldInfo) -> str:
@@ -327,21 +329,9 @@ def _words(kind: _Kind) -> str:
     noun = (
         "seconds" if DURATION in kind.metadata else "text or a list" if SEVERAL in kind.metadata else _NOUNS[kind.type]
     )
-    words = " ".join([noun, *filter(None, map(_bound, kind.metadata))])
+    bounds = (_BOUNDS[type(mark)].format(mark) for mark in kind.metadata if type(mark) in _BOUNDS)
+    words = " ".join([noun, *bounds])
     return f"{words} (or 1h30m, or HH:MM:SS)" if DURATION in kind.metadata else words
-
-
-def _bound(mark: Any) -> str | None:
-    match mark:
-        case Ge(ge=low):
-            return f"of at least {low}"
-        case Gt(gt=low):
-            return f"above {low}"
-        case Le(le=high):
-            return f"and at most {high}"
-        case Lt(lt=high):
-            return f"and below {high}"
-    return None
 
 
 def hint(field: FieldInfo, raw: Raw) -> str | None:

@@ -196,16 +196,6 @@ def _read_unlabelled(row: RawRow) -> Chat | Completion | None:
     return Completion(None, text_of(text)) if text_of(text).strip() else None
 
 
-def _read_answered(row: RawRow) -> Chat | None:
-    """A prompt and the one answer that is scored, as a chat that ends with it; the prompt may be the answer's turns."""
-    turns = (*_asked(row), *_said(row["answer"]))
-    if len(turns) < 2:
-        return None
-    if turns[-1] != Message("assistant", turns[-1].content):
-        raise ValueError("what is scored is a text of the assistant, and the last message is something else")
-    return Chat(turns, tools=tools_of(row.get("tools")))
-
-
 def _read_prompted(row: RawRow) -> Row | None:
     """What is asked, without an answer; a prompt of text is a text that goes on, whatever else stands in the row."""
     if "messages" in row:
@@ -327,6 +317,7 @@ class _Dialect:
 
 _CHAT: Final = "tools? system=system|system_prompt?"
 _PARTS: Final = f"input? context? history? {_CHAT}"
+_GIVEN: Final = "answer=completion|answer|response|output|chosen"
 _TWO: Final = f"chosen rejected margin? {_CHAT}"
 
 #: All forms, of which the first is taken whose columns are there.
@@ -377,8 +368,7 @@ ASKED: Final = (
 SCORED: Final = (
     _Dialect(_read_unlabelled, "text=text|sentence|messages tools?"),
     _Dialect(
-        _read_answered,
-        f"prompt=prompt|question|instruction? answer=completion|answer|response|output|chosen {_PARTS}",
+        _read_pair, f"prompt=prompt|question|instruction answer=completion|answer|response|output|chosen {_PARTS}"
     ),
 )
 
@@ -482,8 +472,8 @@ def _judged_form(columns: Sequence[str], known: Names, where: str, wanted: RowKi
     form = find_form(columns, wanted, known)
     _, wants, way = _JUDGED[wanted]
     has_pictures = any(plain(name) in ("image", "images") for name in columns)
-    if form is None and not has_pictures and find_form(columns, wanted) is not None:
-        named = " and ".join(_key(part) for part in known)
+    if form is None and find_form(columns, wanted) is not None:
+        named = " and ".join(map(_key, known))
         what = f"The objective takes {wants}, which the data set has, and {named} would name other columns."
         raise DataError(what, where=where, hint=f"leave {named} out")
     if form is None or has_pictures:

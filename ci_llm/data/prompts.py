@@ -21,7 +21,7 @@ import numpy as np
 
 from ci_llm.data.cells import is_unicode, messages_of, tools_of
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE, Encoder, Example, chat_template
-from ci_llm.data.rows import Chat, Completion, Form, Message, PromptForm, RawRow, Rows, kept
+from ci_llm.data.rows import Chat, Completion, Form, Message, Prompted, PromptForm, RawRow, Rows, kept
 from ci_llm.data.turns import CALL, RefusedRowError
 from ci_llm.data.units import branches_of
 from ci_llm.errors import DataError
@@ -321,14 +321,8 @@ def texts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) ->
     """
     from ci_llm.data.columns import SCORED, first_form
 
-    if (form := first_form(SCORED, columns)) is None:
-        raise DataError(
-            f"No column holds a text; the columns are: {', '.join(columns)}.",
-            where=where,
-            hint="name the column text or messages, or two columns prompt and completion",
-        )
-    found = _read_rows(form, rows, where, "text")
-    return [*map(_written if "text" in form.columns else _with_answer, found)]
+    hint = "name the column text or messages, or two columns prompt and completion"
+    return [*_read_rows(first_form(SCORED, columns), rows, columns, where, "text", hint)]
 
 
 def prompts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) -> list[Prompt]:
@@ -339,27 +333,37 @@ def prompts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) 
     """
     from ci_llm.data.columns import ASKED, first_form
 
-    if (form := first_form(ASKED, columns)) is None:
-        what = f"No column holds a prompt; the columns are: {', '.join(columns)}."
-        raise DataError(what, where=where, hint="name the column prompt, question, instruction, text or messages")
-    return [_typed(found.row) for found in _read_rows(form, rows, where, "prompt")]
+    hint = "name the column prompt, question, instruction, text or messages"
+    return [*_read_rows(first_form(ASKED, columns), rows, columns, where, "prompt", hint)]
 
 
-def _read_rows(form: Form, rows: Sequence[RawRow], where: str, what: str) -> Iterator[Any]:
-    """The rows as this form reads them.
+def _read_rows(
+    form: Form | None, rows: Sequence[RawRow], columns: Sequence[str], where: str, what: str, hint: str
+) -> Iterator[Any]:
+    """What each row holds, as somebody gives it in a call.
 
     Args:
         what: what each row has.
+        hint: for columns that have none.
     """
+    if form is None:
+        raise DataError(f"No column holds a {what}; the columns are: {', '.join(columns)}.", where=where, hint=hint)
     for number, row in enumerate(rows):
         place = f"{where}, row {number} (counted from 0)"
         try:
             found = form.reader({part: row.get(column) for part, column in form.columns.items()})
+            given = None if found is None else _as_given(found, form)
         except ValueError as error:
             raise DataError(f"a row cannot be read: {error}", where=place, hint="repair it") from error
-        if found is None:
+        if given is None:
             raise DataError(f"a row has no {what}", where=place, hint="leave it out, or write one")
-        yield found
+        yield given
+
+
+def _as_given(found: Any, form: Form) -> Prompt | tuple[Prompt, str]:
+    if isinstance(found, Prompted):
+        return _typed(found.row)
+    return _written(found) if "text" in form.columns else _with_answer(found)
 
 
 def _written(row: Chat | Completion) -> Prompt:
@@ -378,7 +382,10 @@ def _typed(row: Chat | Completion) -> Prompt:
 
 def _with_answer(row: Chat) -> tuple[Prompt, str]:
     """The prompt of a chat, and the answer that it ends with."""
-    return _typed(replace(row, messages=row.messages[:-1])), row.messages[-1].content
+    *asked, last = row.messages
+    if last != Message("assistant", last.content):
+        raise ValueError("what is scored is a text of the assistant, and the last message is something else")
+    return _typed(replace(row, messages=(*asked,))), last.content
 
 
 def _object(text: str) -> Mapping[str, Any] | None:

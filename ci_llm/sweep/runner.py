@@ -86,11 +86,9 @@ def _largest(config: Config, spaces: Mapping[str, Space]) -> Iterator[tuple[str,
     """The keys that decide an adapter's size, each with the value that makes the largest adapter."""
     known = stands_for(config)
     for key, kind in (("lora_rank", int), ("lora_dropout", float)):
-        space = spaces.get(key)
-        if isinstance(space, Choices):
-            yield key, max(known[key][0] if value == AUTO else value for value in space.values)
-        elif space:
-            yield key, kind(space.high)
+        if space := spaces.get(key):
+            values = space.values if isinstance(space, Choices) else [kind(space.high)]
+            yield key, max(known[key][0] if value == AUTO else value for value in values)
 
 
 def as_one_run(reading: SweepReading, plan: HalvingPlan) -> Config:

@@ -123,15 +123,6 @@ class HalvingPlan:
 
 
 @dataclass(frozen=True)
-class Next:
-    """The trials of the next segment: some that continue, or `new` ones."""
-
-    rung: int
-    going_on: tuple[int, ...] = ()
-    new: int = 0
-
-
-@dataclass(frozen=True)
 class Standings:
     """A plan, and its trials and segments so far."""
 
@@ -153,22 +144,22 @@ class Standings:
         able = [trial for trial in self.ranked(rung - 1) if not trial.failed]
         return able[: self.plan.places(rung)]
 
-    def next(self, *, exhausted: bool = False) -> Next | None:
-        """The trials of the next segment, when none is open; None: the sweep is complete.
+    def next(self, *, exhausted: bool = False) -> Segment | None:
+        """The next segment, when none is open; None: the sweep is complete. All trials of the first rung are new.
 
         Args:
             exhausted: true if the spaces have no new settings left.
         """
-        plan = self.plan
+        plan, number, begun = self.plan, len(self.segments) + 1, len(self.trials)
         missing = plan.trials - len(self.ranked(0))
         # Failed trials are replaced, but not for ever: a space may hold no settings that train.
-        room = 2 * plan.trials - len(self.trials)
+        room = 2 * plan.trials - begun
         if not exhausted and missing > 0 and room > 0:
-            return Next(0, new=min(missing, room, plan.per_pass))
+            return Segment(number, 0, tuple(range(begun, begun + min(missing, room, plan.per_pass))))
         for rung in range(1, len(plan.steps)):
             waiting = [trial.id for trial in self.entrants(rung) if len(trial.scores) == rung]
             if waiting:
-                return Next(rung, going_on=tuple(waiting[: plan.per_pass]))
+                return Segment(number, rung, tuple(waiting[: plan.per_pass]))
         return None
 
     def boundary(self, rung: int) -> tuple[Trial, Trial] | None:

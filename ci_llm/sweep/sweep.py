@@ -345,16 +345,15 @@ class Sweep:
         """The record with the next segment; or complete, if there is none."""
         standings = self.standings
         trials, following = [*standings.trials], standings.next()
-        if following is not None and following.new:
-            trials += self._begun(following.new)
+        if following is not None and following.rung == 0:
+            trials += self._begun(len(following.trials))
             if len(trials) == len(standings.trials):  # no settings are left that no trial has had
                 following = standings.next(exhausted=True)
         if following is None:
             return replace(self._record, is_complete=True)
-        ids = following.going_on or range(len(standings.trials), len(trials))
+        ids = (id for id in following.trials if id < len(trials))
         order = sorted(ids, key=lambda id: (_shape(trials[id]), id))
-        segment = Segment(len(standings.segments) + 1, following.rung, tuple(order))
-        return self._with(trials, [*standings.segments, segment])
+        return self._with(trials, [*standings.segments, replace(following, trials=tuple(order))])
 
     def _begun(self, count: int) -> list[Trial]:
         """At most `count` new trials."""

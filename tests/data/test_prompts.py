@@ -101,7 +101,6 @@ TOOLS = [{"name": "add"}]
         ({"prompt": CHAT[:1], "completion": CHAT[1:2]}, ("q1", "a1")),
         ({"prompt": CHAT, "completion": CHAT[1]}, (CHAT, "a1")),
         ({"prompt": CHAT[:1], "completion": CHAT[1:2], "tools": TOOLS}, ({"messages": CHAT[:1], "tools": TOOLS}, "a1")),
-        ({"chosen": CHAT[:2], "rejected": CHAT[:2]}, ("q1", "a1")),
         ({"system": "s", "prompt": "q", "completion": "a"}, ([SYSTEM, CHAT[0] | {"content": "q"}], "a")),
     ],
 )
@@ -114,7 +113,7 @@ def test_a_row_to_be_scored_gives_its_text_or_its_prompt_and_its_answer(row: dic
     [
         ({"text": " "}, "a row has no text"),
         ({"prompt": "p", "completion": None}, "a row has no text"),
-        ({"chosen": "c", "rejected": "r"}, "a row has no text"),
+        ({"chosen": "c", "rejected": "r"}, "No column holds a text; the columns are: chosen, rejected"),
         ({"prompt": "p", "completion": CHAT}, "the last message is something else"),
         ({"prompt": "p", "completion": {"a": 1}}, "a row cannot be read: expected text"),
         ({"height": 3}, "No column holds a text; the columns are: height"),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ci_llm.sweep.successive_halving import HalvingPlan, Segment, Standings, Trial, describe_boundary
+from ci_llm.sweep.successive_halving import HalvingPlan, Standings, Trial, describe_boundary
 
 FAILED = math.nan
 
@@ -26,14 +26,12 @@ def played(standings: Standings, score: Callable[[int, int], float], most: int =
         if following is None:
             return standings
         trials = [*standings.trials]
-        trials += [Trial(len(trials) + n, {}) for n in range(following.new)]
-        ids = following.going_on or tuple(range(len(standings.trials), len(trials)))
-        number = len(standings.segments) + 1
-        for place, id in enumerate(ids):
-            told = trials[id]
+        trials += [Trial(id, {}) for id in following.trials if id >= len(standings.trials)]
+        for place, id in enumerate(following.trials):
+            told, number = trials[id], following.number
             assert len(told.scores) == following.rung
             trials[id] = replace(told, scores=(*told.scores, score(id, following.rung)), segment=number, place=place)
-        segment = Segment(number, following.rung, ids, is_over=True)
+        segment = replace(following, is_over=True)
         standings = replace(standings, trials=tuple(trials), segments=(*standings.segments, segment))
     raise AssertionError("it never ends")
 
