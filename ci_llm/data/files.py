@@ -271,13 +271,15 @@ def _lines(rows: Iterable[Any], argument: str) -> Iterator[bytes]:
             raise _refused(argument, f"row {number} is a {type(row).__name__}, not a dict", _KINDS)
         try:
             yield json.dumps(dict(row), default=_plain).encode() + b"\n"
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError) as error:
             plain = "a row holds texts, numbers, dates, lists and dicts: leave other columns out"
             raise _refused(argument, f"row {number} cannot be kept: {first_line(error)}", plain) from error
 
 
 def _plain(value: Any) -> Any:
     """A number or an array of NumPy, or a date, as JSON has it."""
+    if not (hasattr(value, "tolist") or hasattr(value, "isoformat")):
+        raise TypeError(f"it holds a {type(value).__name__}")
     return value.tolist() if hasattr(value, "tolist") else value.isoformat()
 
 

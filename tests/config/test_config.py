@@ -610,6 +610,19 @@ def test_bad_lines(file: Path, line: str, messages: Messages) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("learning_rate: 1e\u22124", "write 1e-4"),
+        ("lora_dropout: 10%", "write 0.1"),
+        ("seed:\n\t1", "write spaces in place of the tab"),
+    ],
+)
+def test_signs_that_look_right_are_replaced_by_those_that_are(file: Path, line: str, hint: str) -> None:
+    file.write_text(line, encoding="utf-8")
+    assert refusal(file).hint == hint
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ["--batch-sise", "3"],

@@ -142,6 +142,13 @@ def test_keys_that_cannot_be_swept_are_refused_in_one_message(words: list[str], 
     assert error.value.exit_code == 2
 
 
+@pytest.mark.parametrize("space", ["log(1e-3)", "uniform(1,2,3)", "[1e-3,2e-3", "log(1e-3"])
+def test_half_a_space_is_one_problem(space: str) -> None:
+    with pytest.raises(ConfigError, match="learning_rate has a space that is not whole") as refused:
+        read_sweep(None, [f"learning_rate={space}"])
+    assert "log(low,high)" in str(refused.value.hint)
+
+
 def test_all_problems_come_at_once_each_with_its_place(tmp_path: Path) -> None:
     text = "batch_size: [2, 4]\nblub: [1]\ntrials: x\nlora_rank: [4, -8]\nseed: {low: 1}\n"
     with pytest.raises(ConfigError) as error:

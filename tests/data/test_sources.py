@@ -95,6 +95,8 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "not messages": ({"messages": ["hi"]}, "expected a message with role and content, found 'hi'"),
     "not a list": ({"messages": "hi"}, "expected a list of messages, found str"),
+    "a list as Python prints it": ({"messages": "[{'role': 'user'}]"}, "found a text that is not JSON"),
+    "text for content": ({"messages": [{"role": "user", "text": "hi"}]}, "a message has text in place of content"),
     "tools": (
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"f": 1}]}]},
         "expected a call of a tool with a name, found",
