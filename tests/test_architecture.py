@@ -285,10 +285,10 @@ CAPS = {
     "checkpoints": 2300,
     "cli": 1564,
     "cluster": 706,
-    "config": 1991,
+    "config": 1982,
     "core": 1529,
     "crowd": 4428,
-    "data": 3154,
+    "data": 3160,
     "distributed": 623,
     "dry_run": 762,
     "embedded": 100,
@@ -303,7 +303,7 @@ CAPS = {
     "run": 4549,
     "serve": 1308,
     "supervisor": 1573,
-    "sweep": 820,
+    "sweep": 812,
 }
 
 

@@ -224,8 +224,15 @@ def recognised(
         wanted: see `form_of_columns`.
 
     Raises:
-        DataError: it is empty, or no column can be used.
+        DataError: it is a stream, it is empty, or no column can be used.
     """
+    if not hasattr(data, "__len__"):
+        raise DataError(
+            "A streaming data set cannot be trained on: which rows come next depends on shards and a shuffle "
+            "buffer, so an interrupted run could not resume exactly.",
+            where=where,
+            hint="load it without streaming=True",
+        )
     if not len(data):
         raise empty(where)
     form = form_of_columns(data.column_names, named or {}, where, wanted)
