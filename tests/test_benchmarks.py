@@ -43,8 +43,10 @@ def test_the_trainers_of_the_step_benchmark_train_the_same(monkeypatch: pytest.M
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.filterwarnings("ignore")
 def test_the_benchmark_of_grpo_measures_steps_and_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SFT_STEPS": 1, "PROMPTS": 2, "GENERATIONS": 2, "LONGEST": 4}.items():
+    small = {"K": 2, "SFT_STEPS": 1, "PROMPTS": 2, "LEARNED_FROM": 2, "GENERATIONS": 2, "LONGEST": 4}
+    for name, value in small.items():
         monkeypatch.setattr(grpo, name, value)
+    monkeypatch.setitem(grpo.COMMON, "num_agents", 2)
     costs = grpo.cost(tmp_path, rounds=1, steps=1)
     assert all(one.cpu_s > 0 and 1 <= one.tokens <= 4 for each in costs.values() for one in each)
     ratio = costs["TRL"][0].cpu_s / costs["ours"][0].cpu_s

@@ -107,11 +107,17 @@ def test_the_rule_asks_for_an_interval_above_zero(study: Study, crowd: list[floa
 
 @pytest.mark.slow
 def test_an_arm_is_trained_judged_and_written_once(
-    stories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stories: Path,
+    narrow_base: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The file names no folder: it can be carried along."""
     monkeypatch.setattr(Regime, "steps", property(lambda self: 2))
-    place = ["--dataset", str(stories), "--base", str(BASE_FOLDER), "--folder", str(tmp_path)]
+    monkeypatch.setattr(worth, "VALIDATION_ROWS", 8)
+    base = BASE_FOLDER if narrow_base == "embedded" else narrow_base
+    place = ["--dataset", str(stories), "--base", str(base), "--folder", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [*CALL, *place])
     worth.main()
     shown = capsys.readouterr().out

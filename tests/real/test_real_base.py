@@ -42,10 +42,10 @@ pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 ROWS = ROOT / "configs" / "data" / "docstrings"
-STEPS, SAVED = 8, 4
+ROW_COUNT, STEPS, SAVED = 8, 4, 2
 KEYS: Final = {
     "dataset_name": ROWS,
-    "max_train_samples": STEPS,
+    "max_train_samples": ROW_COUNT,
     "max_train_steps": STEPS,
     "batch_size": 1,
     "save_steps": SAVED,
@@ -153,18 +153,19 @@ def test_an_agent_ends_as_it_would_alone(runs: Runs, undisturbed: Path) -> None:
 
 
 def test_bf16_begins_where_fp32_does_and_learns(runs: Runs, undisturbed: Path) -> None:
-    steps = STEPS if speed_of_bf16().bf16_is_faster else 2  # without such a processor a step takes ten times as long
+    learns = speed_of_bf16().bf16_is_faster  # without such a processor a step takes ten times as long
+    steps = ROW_COUNT if learns else 2
     run = runs.train("bf16", model_dtype="bf16", mixed_precision="bf16", max_train_steps=steps)
     assert "rows are padded" not in (run / "run/training.log").read_text()  # as if rounding were another mask
     found = losses(run)
     assert found[0] == pytest.approx(losses(undisturbed)[0], rel=0.1)  # .06 measured
-    assert steps < STEPS or found[-1] < 0.6 * found[0]
+    assert not learns or found[-1] < 0.6 * found[0]
 
 
 def test_memory_is_what_the_dry_run_says(crowd: Crowd, undisturbed: Path, folder: Path) -> None:
     keys = [f"{key}={value}" for key, value in KEYS.items()]
     config = load_config(None, [*keys, f"model_name={folder}", "pass_per_agent=true"])
-    lengths = Lengths.of(encoded(tokenizer_of(crowd), "train", STEPS))
+    lengths = Lengths.of(encoded(tokenizer_of(crowd), "train", ROW_COUNT))
     found = trace_longest(config, AutoConfig.from_pretrained(folder), torch.device("cpu"), 1, lengths)
     memory = json.loads((undisturbed / "memory.json").read_text())
     estimate = found.device_bytes + memory["program"]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from ci_llm.crowd.crowd import Crowd
@@ -176,8 +177,9 @@ def test_a_malformed_answer_of_an_engine_becomes_an_error(stand_in: tuple[str, t
 
 
 def test_an_engine_that_lacks_something_is_refused_at_the_start(
-    stand_in: tuple[str, type[StandIn]], saved: Path
+    stand_in: tuple[str, type[StandIn]], saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # else it is asked for a name six times
     url, engine = stand_in
     engine.echoes = False
     with pytest.raises(BadInput, match="gives no log-probabilities of a prompt"):

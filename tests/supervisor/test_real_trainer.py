@@ -13,7 +13,7 @@ from tests.supervisor.terminal import ran
 from tests.support.children import PYTHONPATH
 from tests.support.faults import KEYS, Fault, fired, metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("narrow")]
 
 #: A script like train.py, with a fault that lasts until recovery.json asks for the cut that ends it.
 SCRIPT = """

@@ -47,7 +47,7 @@ NAMED_BASE = "HuggingFaceTB/SmolLM2-135M-Instruct"
 #: The bases that pages name where a tool chat, or a base of half a billion parameters, is what the reader has.
 STAND_INS = {"Qwen/Qwen3-8B": "tool_base", "Qwen/Qwen2.5-0.5B-Instruct": "embedded", "Qwen/Qwen2.5-0.5B": "embedded"}
 SHELL = re.compile(r"[|<>;&]|\$\(")  # anything that only a shell can do
-TENTH = re.compile(r"((?:_steps|restart_from)(?:: |=))(\d+)0\b")
+TENTH = re.compile(r"((?:_steps|eval_samples|restart_from)(?:: |=))(\d+)0\b")
 #: What every run of a page is given that does not say it, so that it is short.
 SHORT = {
     "max_train_steps": "2",
@@ -96,7 +96,7 @@ def run_python(block: Block) -> None:
 
 
 def shorter(text: str) -> str:
-    """A tenth of the steps, outside of a campaign."""
+    """A tenth of the steps and of the rows to judge by, outside of a campaign."""
     return text if campaign.in_full else TENTH.sub(r"\1\2", text)
 
 
@@ -131,6 +131,8 @@ def run_line(line: str, stage: Path, *, trains: bool = False, reads: bool = Fals
             assert rest, f"{line}: of what?"
         case "ci-llm", "evaluate", *rest if "--split" in rest and not campaign.in_full:
             execute(["evaluate", *rest, "--max-samples", "20"])
+        case "ci-llm", "export", *rest if "distilled" in rest and not campaign.in_full:
+            execute(["export", *rest, "--prompts", "questions.jsonl", "--steps", "12"])
         case "ci-llm", verb, *rest if verb in COMMANDS and verb not in TRAINS | {"supervise"}:
             execute([verb, *rest])
         case ("ci-llm", "train", *rest) | ("python", "train.py", *rest):
@@ -188,9 +190,11 @@ def watch(words: list[str]) -> None:
 
 
 def launch(program: str, options: list[str], script: list[str]) -> None:
-    """Start the processes of a launcher, on the CPU, with a thread each."""
+    """Start the processes of a launcher, outside of a campaign half of them, on the CPU, with a thread each."""
     module = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.distributed.run"}[program]
     options = [word for word in options if word != "launch"]
+    if not campaign.in_full:
+        options = [str(int(word) // 2) if word.isdigit() else word for word in options]
     own = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = python("-m", module, *options, script[0], *short_run(script[1:]), **own)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -31,7 +32,7 @@ class CannotBuild(Exception):
 
 
 def built() -> Path:
-    """The compiled library, made by the first caller.
+    """The compiled library, made by the first caller, for which others wait.
 
     Raises:
         CannotBuild: no compiler, no headers of Python, a build of torch with CUDA, or the compiler's first error.
@@ -40,9 +41,11 @@ def built() -> Path:
     key = (torch_version, platform.python_version(), SOURCE.read_bytes())
     digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     place = cache_folder("testbed") / f"{NAME}-{digest}.so"
-    if not place.exists():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        _compile(place)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.exists():
+            _compile(place)
     return place
 
 
@@ -104,4 +107,4 @@ def _compile(place: Path) -> None:
         Path(unfinished.name).unlink()
         error = next((line for line in found.stderr.splitlines() if "error" in line), "the compiler failed")
         raise CannotBuild(error)
-    os.replace(unfinished.name, place)  # two processes may build at once: either result is whole
+    os.replace(unfinished.name, place)
