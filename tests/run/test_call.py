@@ -237,18 +237,24 @@ def test_an_interrupted_job_is_requeued_after_everything_else(tmp_path: Path, mo
 
 @pytest.mark.slow
 def test_the_evaluation_that_ends_a_run_is_made_and_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scored: list[int] = []
+    scored: list[tuple[str, int]] = []
 
-    def scores(evaluator: Evaluator, step: int, *how: Any) -> Any:
-        scored.append(step)
-        return real(evaluator, step, *how)
+    def noted(name: str) -> None:
+        real = getattr(Evaluator, name)
 
-    real, witness = Evaluator.scores, Witness()
-    monkeypatch.setattr(Evaluator, "scores", scores)
+        def scores(evaluator: Evaluator, step: int, *how: Any) -> Any:
+            scored.append((name, step))
+            return real(evaluator, step, *how)
+
+        monkeypatch.setattr(Evaluator, name, scores)
+
+    witness = Witness()
+    noted("scores")
+    noted("scores_of_base")
     patience = {"early_stopping_patience": 1, "metric_for_best_model": "exact_match", "eval_steps": 1}
     result = ci_llm.train(KEYS, output_dir=tmp_path / "run", callbacks=[witness], **patience)
     assert (result.status, result.step) == ("completed", 2)
-    assert scored == [1, 2, 2], "the last one is that of the base alone"
+    assert scored == [("scores", 1), ("scores", 2), ("scores_of_base", 2)]
     assert [step for event, step in witness.told if event == "evaluate"] == [1, 2]
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert result.metrics["nll"]["crowd"] == logged[-1]["eval/crowd/nll"]
