@@ -286,7 +286,7 @@ CAPS = {
     "cluster": 706,
     "config": 1968,
     "core": 1475,
-    "crowd": 4416,
+    "crowd": 4422,
     "data": 3122,
     "distributed": 624,
     "dry_run": 760,

@@ -73,10 +73,8 @@ def model(context: CheckContext) -> str:
     start = time.perf_counter()
     record_bits(trainer)
     took = f"the digest of a layer takes {duration(time.perf_counter() - start)}"
-    agents = f"{trainer.crowd.num_agents} agents of {short(trainer.crowd.storage.weights.shape[1])}"
-    return (
-        f"{short(parameters)} parameters, {agents}, rows {trainer.crowd.base_model.route}; {took}{_repeated(trainer)}"
-    )
+    agents = f"{crowd.num_agents} agents of {short(crowd.storage.weights.shape[1])}"
+    return f"{short(parameters)} parameters, {agents}, rows {crowd.base_model.route}; {took}{_repeated(trainer)}"
 
 
 def _repeated(trainer: Trainer) -> str:
