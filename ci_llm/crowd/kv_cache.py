@@ -138,7 +138,7 @@ class Chunk:
     """The tokens of one group in a pass.
 
     Attributes:
-        ids: the tokens; several are a part of a prompt.
+        ids: the tokens.
         start: the position of the first one in the text.
         at: where they begin in the rows of the pass.
         rows: the rows of the pass that have them, one for each of the group's.
@@ -169,18 +169,21 @@ class Chunks:
     """The tokens of a pass: a keyword argument that the model's forward passes to its layers.
 
     Attributes:
-        prefills: the chunks of several tokens, which are parts of prompts.
-        decodes: by their cache, the chunks of one token.
+        prefills: the parts of prompts.
+        decodes: by their cache, the last tokens of texts, and prompts of one token.
         tokens: [2, n] row and place in the pass of the token of each row of these caches, one after the other. A row
             whose text has ended reads the first token, in vain.
         living: [n'] which of these are of texts that have not ended.
     """
 
     def __init__(self, chunks: Sequence[Chunk], device: torch.device) -> None:
-        self.prefills = [chunk for chunk in chunks if len(chunk.ids) > 1]
+        self.prefills: list[Chunk] = []
         self.decodes: dict[KVCache, list[Chunk]] = {}
         for chunk in chunks:
-            if len(chunk.ids) == 1:
+            # The last token of a longer prompt may be read alone, and needs the bits that it has beside the others.
+            if chunk.group.is_prefill and len(chunk.group.prompt) > 1:
+                self.prefills.append(chunk)
+            else:
                 self.decodes.setdefault(chunk.group.cache, []).append(chunk)
         tokens = dict[int, tuple[int, int]]()
         before = 0  # rows of the caches that come first

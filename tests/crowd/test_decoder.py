@@ -172,6 +172,18 @@ def test_the_bits_of_a_text_do_not_depend_on_other_texts(monkeypatch: pytest.Mon
     assert layouts >= together | {("crowd", 1, 0), ("agents", 1, 1), ("agents", 1, 2), ("base", 1, 0)}
 
 
+@pytest.mark.slow
+@bits_in_company
+def test_the_last_token_of_a_prompt_has_the_same_bits_if_it_is_read_alone() -> None:
+    crowd = disturbed_crowd()
+    assert crowd.prompter is not None
+    prompt = crowd.prompter.ids(rows("test")[0]["question"])[:33]
+    wanted, found = mixed([prompt]), mixed([prompt])
+    written(crowd, wanted)
+    written(crowd, found, budget=32)
+    assert bits(found) == bits(wanted)
+
+
 @bits_in_company
 def test_a_prompt_is_read_once_for_the_crowd_and_its_agents_and_for_several_samples(llama: Crowd) -> None:
     drawn = Decoding(max_new_tokens=3, do_sample=True, temperature=3)
