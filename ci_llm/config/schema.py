@@ -49,7 +49,7 @@ TopShare = Annotated[float, Gt(0), Le(1)]
 Several = Annotated[int, Ge(2)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]
 Seconds = Annotated[float, Gt(0), Le(10**9), DURATION]  # 31 years: dates beyond overflow
-# To read, these are numbers: config/config.py puts one where `auto` is written, run/start/loading.py where rows decide.
+# To read, these are numbers: config/auto.py puts one where `auto` is written, run/start/loading.py where rows decide.
 if TYPE_CHECKING:
     AutoCount = int
     AutoLength = int

@@ -93,10 +93,10 @@ def numbers_of(value: Any) -> list[int] | None:
 def messages_of(value: Any) -> tuple[Message, ...]:
     """A cell as messages: a list of them, or the JSON of one."""
     value = from_json(value)
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        raise ValueError(f"expected a list of messages, found a text that is not JSON: {value[:60]}")
     if value is not None and not isinstance(value, list):
-        raise ValueError(f"expected a list of messages, found {type(value).__name__}")
+        is_list = isinstance(value, str) and value.lstrip().startswith("[")
+        what = f"a text that is not JSON: {value[:60]}" if is_list else type(value).__name__
+        raise ValueError(f"expected a list of messages, found {what}")
     return tuple(_message(message) for message in value or ())
 
 

@@ -60,11 +60,8 @@ class Tally:
 
     def kept(self, rows: Rows, encoder: Encoder) -> Iterator[tuple[int, Example]]:
         """The rows in which there is something to learn, cut, with their numbers."""
-        kind: str = rows.form.kind
-        if kind == "single" and "text" in rows.form.columns:
-            kind = "text"
-        elif kind == "rated" and rows.are_answers:
-            kind = "good"
+        kind = "good" if rows.are_answers and rows.form.kind == "rated" else rows.form.kind
+        kind = "text" if kind == "single" and "text" in rows.form.columns else kind
         self.lacking = _LACKING.get(kind, self.lacking)
         every = counted(encoded(rows, encoder), "tokenise", len(rows), "rows")
         for number, (row, wholes) in enumerate(every):

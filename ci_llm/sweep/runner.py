@@ -151,7 +151,8 @@ def write_best(sweep: Sweep) -> Path | None:
 def _card(sweep: Sweep, trial: Trial, opened: Opened, config: Mapping[str, object]) -> str:
     standings, shared = sweep.standings, sweep.config
     head = json.loads(opened.files[META_FILE]).get("head", {})
-    settings = ", ".join(f"`{key}` {as_typed(value)}" for key, value in trial.settings.items())
+    own = shared.model_copy(update={"agents": (trial.settings,), "num_agents": 1}).of_agent(0)
+    settings = ", ".join(f"`{key}` {as_typed(getattr(own, key))}" for key in trial.settings)
     what = (
         f"This LoRA adapter is the best of {len(standings.trials)} trials of a sweep, by {standings.plan.metric}"
         f" {trial.score:.4f} on the rows that the trials were compared on: {settings}."

@@ -137,6 +137,12 @@ def test_rows_that_are_not_pairs_are_refused(row: dict[str, Any], tmp_path: Path
         rows_of(tmp_path, row, objective="dpo")
 
 
+def test_a_bad_answer_alone_leaves_nothing_to_evaluate(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, RATED | {"label": False}, split="eval", objective="kto")
+    with pytest.raises(DataError, match="1 of 1 rows: 1 without a good answer"):
+        tokenize(rows, TOKENIZER, max_seq_length=64, cache_folder=tmp_path, evaluated=True)
+
+
 def test_a_pair_is_one_row_of_tokens_whose_branches_are_known(tmp_path: Path) -> None:
     unit = tokens_of(tmp_path, TEXTS)[0]
     assert isinstance(unit, Unit)
