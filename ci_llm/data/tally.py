@@ -60,7 +60,7 @@ class Tally:
 
     def kept(self, rows: Rows, encoder: Encoder) -> Iterator[tuple[int, Example]]:
         """The rows in which there is something to learn, cut, with their numbers."""
-        kind = "good" if rows.are_answers and rows.form.kind == "rated" else rows.form.kind
+        kind: str = "good" if rows.are_answers and rows.form.kind == "rated" else rows.form.kind
         kind = "text" if kind == "single" and "text" in rows.form.columns else kind
         self.lacking = _LACKING.get(kind, self.lacking)
         every = counted(encoded(rows, encoder), "tokenise", len(rows), "rows")
