@@ -288,7 +288,7 @@ CAPS = {
     "config": 1982,
     "core": 1529,
     "crowd": 4430,
-    "data": 3160,
+    "data": 3157,
     "distributed": 623,
     "dry_run": 762,
     "embedded": 100,
@@ -300,10 +300,10 @@ CAPS = {
     "mirror": 914,
     "objectives": 502,
     "report": 966,
-    "run": 4549,
+    "run": 4553,
     "serve": 1308,
     "supervisor": 1573,
-    "sweep": 812,
+    "sweep": 813,
 }
 
 

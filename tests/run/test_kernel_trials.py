@@ -58,7 +58,7 @@ def test_a_part_with_only_its_gradient_wrong_is_found(monkeypatch: pytest.Monkey
 
 
 def test_a_part_that_one_process_finds_wrong_stays_plain_on_all() -> None:
-    answers = iter([None, None, "it ran out of memory"] + [None] * 9)
+    answers = iter([None, "one part is wrong", None, "it ran out of memory"] + [None] * 9)
     peers: Any = SimpleNamespace(**vars(ALONE) | {"gather_object": lambda value: [value, next(answers)]})
     crowd = crowd_on()
     assert tried(crowd, peers) == ["norms stays plain: it ran out of memory"]
