@@ -299,7 +299,7 @@ CAPS = {
     "mirror": 909,
     "objectives": 497,
     "report": 962,
-    "run": 4709,
+    "run": 4711,
     "serve": 1319,
     "supervisor": 1573,
     "sweep": 800,
