@@ -116,7 +116,7 @@ def surroundings(trainer: Trainer, attempt: Attempt) -> dict[str, Any]:
         "micro_batch": trainer.micro_batch_size,
         "threads": torch.get_num_threads(),
         "pass_per_agent": crowd.storage.pass_per_agent,
-        "shared_prompts": crowd.shares_prompts,
+        "shared_prompts": crowd.base_model.shares_prompts,
         "all_reduce": "one for each agent" if parts > 1 else "one",  # on two processes the bits are the same
         # Kernels with a deterministic form take it only where anything else is an error: attention does not after
         # warn_only (`deterministic: auto`).

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from ci_llm.sweep.trials import Trial
+from ci_llm.sweep.successive_halving import Trial
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

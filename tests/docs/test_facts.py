@@ -69,7 +69,7 @@ def test_the_keys_that_people_set_exist_and_are_as_many_as_the_page_says() -> No
 
 
 def test_the_first_hang_limit_is_that_of_the_page() -> None:
-    assert f"before the first measured step it is {FIRST_S / 60:.0f} minutes" in page("docs/interruptions.md")
+    assert f"before the first measured step, {FIRST_S / 60:.0f} minutes" in page("docs/interruptions.md")
 
 
 def test_the_signals_that_stop_a_run_are_those_of_the_page() -> None:

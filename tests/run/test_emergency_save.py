@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ci_llm.run.one_layer import fixed_batch, layer_digest
+from ci_llm.run.exactness import fixed_batch, layer_digest
 
 from ci_llm.checkpoints.async_saver import Copy
 from ci_llm.checkpoints.manager import CheckpointManager
