@@ -710,7 +710,7 @@ def _agrees(crowd: CrowdModel, request: Request) -> bool:
         return True  # an agent with NaN has none
     model, everyone = crowd.model, len(crowd.storage.reading.agents) == crowd.settings.num_agents
     ids = torch.tensor([[*request.prompt, *request.tokens]], device=crowd.device)
-    with crowd.active_agent(request.who or 0 if everyone else None):
+    with crowd.evaluating(), crowd.active_agent(request.who or 0 if everyone else None):
         logits = model(input_ids=ids, use_cache=False).logits[0, len(request.prompt) - 1 : -1]
     wanted, pairs = logits.float().log_softmax(-1), []
     for row, chosen in zip(wanted, request.chosen, strict=True):
