@@ -287,7 +287,7 @@ CAPS = {
     "cluster": 706,
     "config": 1982,
     "core": 1529,
-    "crowd": 4430,
+    "crowd": 4431,
     "data": 3157,
     "distributed": 623,
     "dry_run": 762,

@@ -477,7 +477,8 @@ def _agrees(crowd: CrowdModel, request: Request) -> bool:
     model = crowd.model
     everyone = len(crowd.storage.reading.agents) == crowd.settings.num_agents
     ids = torch.tensor([[*request.prompt, *request.tokens]], device=crowd.device)
-    with crowd.base_model.active_agent(request.author or 0 if everyone else None):
+    agent = request.author or 0 if everyone else None
+    with crowd.evaluating(), crowd.base_model.active_agent(agent):
         logits = model(input_ids=ids, use_cache=False).logits[0, len(request.prompt) - 1 : -1]
     wanted = logits.float().log_softmax(-1)
     pairs = []

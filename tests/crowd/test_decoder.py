@@ -111,6 +111,13 @@ def test_the_trial_accepts_a_rounding_difference_and_refuses_a_wrong_column(
     assert not decoder_module.decodes(llama)
 
 
+def test_a_crowd_that_trains_with_dropout_passes_the_trial() -> None:
+    """A run that resumes at an evaluation, or at its end, draws its first texts before it takes a step."""
+    crowd = moved(crowd_of(base("llama", torch.float32), dropout=0.5)).train()
+    assert decoder_module.decodes(crowd)
+    assert crowd.training
+
+
 @pytest.mark.parametrize("is_faster", [True, False])
 def test_products_use_onednn_where_it_is_faster(is_faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn, "onednn_is_faster", lambda: is_faster)

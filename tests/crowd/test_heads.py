@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import pytest
 import torch
-from ci_llm.sweep.successive_halving import Trial
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -31,6 +30,7 @@ from ci_llm.lora.heads import SCORE
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import objective_of
 from ci_llm.sweep.runner import write_best
+from ci_llm.sweep.successive_halving import Trial
 from tests.crowd.test_preferences import ALPHA, RANK, ROWS, STEPS, K, example, gradients_of, load, step_of
 from tests.support.campaign import sampled, sampled_cases
 from tests.support.micro_steps import owned

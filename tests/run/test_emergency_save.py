@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from ci_llm.run.exactness import fixed_batch, layer_digest
 
 from ci_llm.checkpoints.async_saver import Copy
 from ci_llm.checkpoints.manager import CheckpointManager
@@ -22,6 +21,7 @@ from ci_llm.crowd.objective import NextToken
 from ci_llm.lora.settings import LoraSettings
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.emergency_save import EmergencySave
+from ci_llm.run.exactness import fixed_batch, layer_digest
 from tests.support.micro_steps import micro_step
 from tools.testbed.disks import CachedDisk
 from tools.testbed.events import DEADLINE_S

@@ -147,7 +147,9 @@ def test_a_gpu_is_deterministic_only_where_anything_else_is_an_error(mode: bool 
     """With `auto`, attention keeps its other backward pass and warns once."""
     run: Any = SimpleNamespace(
         crowd=SimpleNamespace(
-            device=torch.device("cuda:0"), storage=SimpleNamespace(pass_per_agent=False), shares_prompts=False
+            device=torch.device("cuda:0"),
+            storage=SimpleNamespace(pass_per_agent=False),
+            base_model=SimpleNamespace(shares_prompts=False),
         ),
         processes=SimpleNamespace(num_processes=1),
         micro_batch_size=1,
