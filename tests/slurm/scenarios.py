@@ -21,7 +21,7 @@ import psutil
 import xxhash
 
 from ci_llm.checkpoints.layout import numbered_steps
-from ci_llm.checkpoints.store import CheckpointStore
+from ci_llm.checkpoints.manifest import verify_folder
 from ci_llm.cluster import slurm
 from ci_llm.core.run_folder import read_failures, record_attempt
 from ci_llm.core.run_status import Status, is_alive, read_status
@@ -131,7 +131,7 @@ class Scenario:
 
     def weights(self) -> dict[str, str]:
         """Digests of what the run has learned, and of what it would resume with."""
-        digests = CheckpointStore(self.run).verify(STEPS).files
+        digests = verify_folder(self.run / f"checkpoint_step_{STEPS}").files
         assert {"agent0/adapter_model.safetensors", "agent1/adapter_model.safetensors"} <= digests.keys()
         return {name: record.digest for name, record in digests.items() if name.endswith(".safetensors")}
 
