@@ -63,7 +63,7 @@ real: install
 # the time, run beside the tests that need no node. What these two said comes when all have ended, and last a table of
 # what was skipped, whatever has failed.
 test: install-dev
-	@rm -f $(SKIPPED)
+	@rm -f $(SKIPPED) $(BESIDE)
 	@$(MAKE) --no-print-directory -j 2 nodeless beside NOTE=--note-skips=$(SKIPPED); \
 		ended=$$?; cat $(BESIDE); $(BIN)/python -m tests.support.skips $(SKIPPED); exit $$ended
 
@@ -72,7 +72,7 @@ beside: install-dev
 	@$(MAKE) --no-print-directory -k coverage test-slurm >$(BESIDE) 2>&1
 
 # Without the tests that `coverage` runs. A fifth of the time they wait for what they started: one worker more than cores.
-# SLURM's clocks do not stand still for them, so that its nodes go first.
+# SLURM's time limits run on meanwhile, so its nodes get the processor first.
 nodeless: WORKERS = $(shell expr $(JOBS) + 1)
 nodeless: install-dev
 	nice -n 5 env $(PYTEST) $(NOTE) $(SIDE_BY_SIDE) --ignore=tests/slurm --fast-elsewhere $(MEASURED)

@@ -337,7 +337,7 @@ def sweep(names: list[str], sample: int | None, seed: int, scratch: Path) -> tup
 def words_for(description: str | None) -> argparse.ArgumentParser:
     """The command line of a sweep."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sample", type=int, help="strike only so many points, drawn by --seed")
+    parser.add_argument("--sample", type=int, help="strike only this many points, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object at the end")
     return parser

@@ -2,7 +2,7 @@
 
     python -m benchmarks.crowd --rows 100 1500 --seeds 42 43 44 --folder runs
 
-Each run is a training by `ci-llm train` at the operating point of configs.yaml on so many rows of the embedded task,
+Each run is a training by `ci-llm train` at the operating point of configs.yaml on this many rows of the embedded task,
 and takes as many agent-steps as the crowd. Every way to answer is evaluated by teacher forcing on the 1,000 rows of the
 test split. Exact match is the share of rows whose whole solution greedy decoding reproduces, NLL is in nats per answer
 token, and ECE is the calibration error of the most probable token, in ten bins. The best agent of a crowd is chosen on
@@ -58,7 +58,7 @@ class System:
     rates: Mapping[int, str] = field(default_factory=dict)
 
     def settings(self, rows: int) -> dict[str, str]:
-        """The keys on so many rows; the learning rate is that of the nearest number for which one was chosen."""
+        """The keys for this number of rows; the learning rate is the one chosen for the nearest number."""
         nearest = min(self.rates, key=lambda known: abs(log(known / rows)), default=None)
         rate = {} if nearest is None else {"learning_rate": self.rates[nearest]}
         return {**self.keys, **rate, "max_train_samples": str(rows)}

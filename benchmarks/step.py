@@ -75,7 +75,7 @@ class Ours:
         mixed: Any = "bf16" if base.dtype == torch.bfloat16 else "no"
         wanted = Config(learning_rate=LEARNING_RATE, max_grad_norm=MAX_NORM, mixed_precision="auto")
         self.processes = Processes(wanted)
-        self.config, _ = self.processes.settle_precision(wanted.model_copy(update={"mixed_precision": mixed}))
+        self.config, _ = self.processes.choose_precision(wanted.model_copy(update={"mixed_precision": mixed}))
         self.state = TrainState.at_start(agents)
         self.crowd = Crowd(base, LoraSettings(num_agents=agents, rank=RANK, alpha=ALPHA, layers=layers), "random")
         self.crowd.base_model.choose_route()

@@ -194,7 +194,7 @@ class Study:
         return [line for line in read_lines(self.file) if (line.dataset, line.base, line.test) == here]
 
     def rates(self, regime: Regime) -> Mapping[str, tuple[str, ...]] | None:
-        """The chosen candidate of each arm, if they are chosen for so many rows."""
+        """The chosen candidate of each arm, if they are chosen for this number of rows."""
         line = self.done(CHOICES, regime.choices)
         return line and {arm: CANDIDATES[arm][nll.index(min(nll))] for arm, nll in line.candidates.items()}
 

@@ -107,13 +107,12 @@ class KeysOfEach(schema.AllKeys):
 
     def settled_agents(self, by: Self) -> dict[str, Any]:
         """The change of `agents` that puts the values of `by` where one of them says auto; none if none does."""
-        if not any(AUTO in own.values() for own in self.agents):
-            return {}
         settled = []
         for k, own in enumerate(self.agents):
             decided = (by if k < by.num_agents else self).of_agent(k)
-            settled.append({key: getattr(decided, key) if value == AUTO else value for key, value in own.items()})
-        return {"agents": tuple(settled)}
+            is_open = {key for key, value in own.items() if value == AUTO and key != NAME}
+            settled.append({key: getattr(decided, key) if key in is_open else value for key, value in own.items()})
+        return {"agents": tuple(settled)} if self.agents else {}
 
     @property
     def each_agent(self) -> list[Self]:

@@ -53,7 +53,7 @@ class Wanted:
 
     Attributes:
         decoding: the options of the text.
-        author: the author of the text; the others are beside those of the crowd.
+        author: the author of the text. Only the crowd votes, and only beside it the agents' own texts are written.
         include_agents: also continue every prompt by each agent alone, greedily.
         uncertainty, top: what else is computed for every token of the text; see `Request`.
         streams: decode the text while it is written; see `Request.detokenizer`.
@@ -69,6 +69,11 @@ class Wanted:
     streams: bool = False
     stop: Callable[[], bool] = lambda: False
     answers_of: Reading | None = None
+
+    @property
+    def votes(self) -> bool:
+        """True if the agents write, and a vote chooses one of their texts."""
+        return self.author is CROWD and find_vote(self.decoding.aggregator) is not None
 
 
 def generate_ids(crowd: CrowdModel, prompts: Sequence[TokenIds], decoding: Decoding, **wanted: Any) -> list[Generated]:
@@ -168,10 +173,9 @@ def base_errors(crowd: CrowdModel) -> Iterator[None]:
 def requests_of(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted) -> list[Request]:
     """The requests of one prompt: the text unless the crowd votes, and then those of the agents, which are greedy."""
     decoding = wanted.decoding
-    votes = wanted.author is CROWD and find_vote(decoding.aggregator) is not None
     greedy = replace(decoding, do_sample=False)
     requests = []
-    if not votes:
+    if not wanted.votes:
         text = Request(
             prompt,
             decoding,
@@ -182,7 +186,7 @@ def requests_of(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted
             detokenizer=detokenizer(crowd, decoding, streams=wanted.streams),
         )
         requests.append(text)
-    agents = range(crowd.num_agents) if votes or wanted.include_agents else ()
+    agents = range(crowd.num_agents) if wanted.votes or wanted.include_agents else ()
     return requests + [Request(prompt, greedy, k, detokenizer=detokenizer(crowd, greedy)) for k in agents]
 
 
@@ -196,7 +200,7 @@ def generated_of(crowd: CrowdModel, requests: Sequence[Request], wanted: Wanted)
     agents = [request for request in requests if request.author is not CROWD]
     shown = agents if wanted.include_agents else []
     texts, ended = [each.ids for each in shown], [each.finish == "stop" for each in shown]
-    if find_vote(how.aggregator):
+    if wanted.votes:
         winner, sure = elect(crowd, agents[0].prompt, [each.tokens for each in agents], how, wanted.answers_of)
         ids = [token for token in winner if token not in how.ends]
         return Generated(ids, len(ids) < len(winner), sure, texts, ended)

@@ -166,7 +166,7 @@ class Request:
 
     @property
     def uncertainties(self) -> list[TokenUncertainty]:
-        """The uncertainty of the writer at every token; empty without `uncertainty`."""
+        """The uncertainty of the author at every token; empty without `uncertainty`."""
         return [each.uncertainty for each in self.chosen if each.uncertainty is not None]
 
     def take(self, found: Chosen | Exception, limit: int) -> None:

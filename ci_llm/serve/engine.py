@@ -143,7 +143,7 @@ class Job:
             raise request.error
         chosen = request.chosen[-1]
         self.lines.append(TokenLine(chosen.id, chosen.log_probability, chosen.top))
-        if self.streams and request.finish is None:
+        if self.streams:
             assert request.detokenizer is not None, "it streams"
             if text := request.detokenizer.next_text():
                 self._show(text)
@@ -184,7 +184,7 @@ def jobs_of(call: Call) -> list[Job]:
 
 @torch.no_grad()
 def prompt_lines(crowd: CrowdModel, call: Call, prompt: Sequence[int]) -> list[TokenLine]:
-    """The log-probabilities of a prompt's tokens under the writer of the call."""
+    """The log-probabilities of a prompt's tokens under the author of the call."""
     lines, rest = [TokenLine(int(prompt[0]), None)], prompt[1:]
     if not rest:
         return lines
@@ -220,7 +220,7 @@ def about(
         agents: how many wrote it.
         judge: see `right_by`.
         minimum: the answer is not given if it is right with a lower probability.
-        sure: how sure the writer was of its tokens.
+        sure: how sure the author was of its tokens.
     """
     right = judge(signals(sure)) if judge else None
     return {
@@ -434,7 +434,9 @@ class Engine(threading.Thread):
         for request in moved:
             job = request.tag
             if request in job.open:  # the job may have failed by another of its requests
-                job.first, job.last = job.first or now, now
+                if job.call.votes or request is job.requests[0]:
+                    job.first = job.first or now
+                    job.last = now
                 self._take(job, request)
 
     def _take(self, job: Job, request: Request) -> None:

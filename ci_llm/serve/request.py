@@ -439,7 +439,7 @@ def prompts_of(body: AnyBody, served: Served) -> Sequence[Prompt]:
     if body.model not in served.models:
         raise unknown_model(body.model, served)
     prompts: Sequence[Prompt] = [body.messages] if isinstance(body, ChatBody) else body.prompt
-    served.require_choices((body.n + _own(body, served).include_agents) * len(prompts))
+    served.require_choices(body.n * (1 + _own(body, served).include_agents) * len(prompts))
     return prompts
 
 

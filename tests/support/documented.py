@@ -194,7 +194,7 @@ def launch(program: str, options: list[str], script: list[str]) -> None:
     module = {"accelerate": "accelerate.commands.launch", "torchrun": "torch.distributed.run"}[program]
     options = [word for word in options if word != "launch"]
     if not campaign.in_full:
-        options = [str(int(word) // 2) if word.isdigit() else word for word in options]
+        options = [str(max(1, int(word) // 2)) if word.isdigit() else word for word in options]
     own = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     done = python("-m", module, *options, script[0], *short_run(script[1:]), **own)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -25,7 +25,8 @@ from ci_llm.run.start.loading import Loaded
 
 def lora_settings(config: Config) -> LoraSettings:
     """The adapters of all agents that the configuration names."""
-    own = [{FIELD_OF_KEY[key]: agent[key] for key in agent if key in FIELD_OF_KEY} for agent in config.agents]
+    each = zip(config.agents, config.each_agent, strict=bool(config.agents))
+    own = [{FIELD_OF_KEY[key]: getattr(agent, key) for key in said if key in FIELD_OF_KEY} for said, agent in each]
     return LoraSettings(
         num_agents=config.num_agents,
         initialize_adapters_rand=config.initialize_adapters_rand,
