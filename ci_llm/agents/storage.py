@@ -348,11 +348,12 @@ class AgentStorage:
         Args:
             numbers: [K, P] in the layout, the dtype and the memory order of the weights.
         """
+        before = self.reading.numbers
         self.reading.numbers = numbers
         try:
             yield
         finally:
-            self.reading.numbers = None
+            self.reading.numbers = before
 
     def clip(self, max_norms: Sequence[float | None]) -> Tensor:
         """Scale each agent's gradient to at most its norm in `max_norms`; None leaves the gradient as it is.

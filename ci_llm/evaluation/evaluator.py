@@ -197,6 +197,8 @@ class Evaluator:
         """Continue with the agents at these places, whose configuration and objective these are."""
         self._config, self._objective = config, objective
         self.rows = self.rows.of_agents(kept)
+        for found in ("primary_metric", "questions"):  # of the rows before
+            self.__dict__.pop(found, None)
 
     def scores(self, step: int, batch_size: int) -> Scores | None:
         """The scores of agents and crowd by teacher forcing, heads or rewards; None if a stop was asked for.

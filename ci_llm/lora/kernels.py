@@ -332,7 +332,7 @@ def take(
     """Compute these parts of a base with agents by fast kernels, and all others by the family's own code.
 
     Args:
-        parts: some of `PARTS`; `CrowdModel` itself implements head, precision and attention.
+        parts: some of `PARTS`; `LoraModel` itself implements head, precision and attention.
         kinds: the classes of modules that may be changed, which are those in a trial.
     """
     give_back(model, layers)

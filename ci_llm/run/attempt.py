@@ -189,8 +189,8 @@ class Attempt:
     def last_act(self) -> str | None:
         """Put the SLURM job back into the queue if this attempt of it was interrupted; returns what SLURM answered.
 
-        To be called last, while the folder is still leased: SLURM ends what is left of the job, and the answer goes
-        into training.log.
+        To be called last, and by a run while its folder is still leased: SLURM ends what is left of the job, and the
+        answer goes into training.log.
         """
         if self._interruption is None:
             return None
@@ -219,7 +219,7 @@ class Attempt:
         return step
 
     def _is_complete(self, step: int) -> bool:
-        """True if the run is complete, and the configuration does not make it longer than its last step says."""
+        """True if the run is complete, and the configuration does not change where it ends."""
         last = readable_status(self.config.run_folder)
         if last is None or last.status != "completed":
             return False
@@ -228,15 +228,15 @@ class Attempt:
             before = parse_config(file.read_text("utf-8"), str(file))
         except (OSError, CheckpointError, ConfigError):  # a sweep has none
             return True
-        return all(change.kind not in ("schedule", "ending") for change in before.diff(self.config))
+        return all(change.kind != "schedule" for change in before.diff(self.config))
 
-    def takes_as_stop(self, error: BaseException | None) -> bool:
-        """True if a peer is lost after a request to stop and before this attempt has begun; the stop is then recorded.
+    def lost_peer_is_a_stop(self) -> bool:
+        """True if a peer that is lost has left because of a request to stop; the stop is then recorded.
 
-        The peer has waited for this process as long as it may, and has left.
+        It is so before this attempt has begun: the peer has waited for this process as long as it may.
         """
         reason = self.interrupts.stop_reason
-        if self.number or reason is None or not isinstance(error, PeerLost):
+        if self.number or reason is None:
             return False
         self.stopped_before_it_began(reason)
         return True

@@ -245,7 +245,7 @@ def _fixed(crowd: Crowd, *, alone: bool) -> Iterator[tuple[nn.Module, list[nn.Pa
     draw = torch.Generator().manual_seed(0)
     with one_layer(crowd) if alone else nullcontext(text_model(crowd.model)) as layer:
         trained = [each for each in layer.parameters() if each.requires_grad]
-        numbers = torch.zeros_like(storage.weights)
+        numbers = torch.empty_like(storage.weights)  # those of other layers are not read
         for each in trained:
             own = numbers.as_strided(each.size(), each.stride(), each.storage_offset())
             own.copy_(torch.empty(each.shape).uniform_(-WEIGHTS_UP_TO, WEIGHTS_UP_TO, generator=draw))

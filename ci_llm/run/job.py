@@ -89,8 +89,8 @@ def run_job(
         ):
             try:
                 result = run_attempt(attempt, processes, given=given)
-            except PeerLost as error:
-                if not attempt.takes_as_stop(error):
+            except PeerLost:
+                if not attempt.lost_peer_is_a_stop():
                     raise
                 result = Result("interrupted", attempt.began_at, config.run_folder, reason=interrupts.stop_reason)
             finally:

@@ -13,7 +13,7 @@ from ci_llm import objectives
 from ci_llm.agents.agent import Agent, Training, schedule
 from ci_llm.config import Config
 from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
-from ci_llm.crowd.crowd import Crowd
+from ci_llm.crowd.crowd import Crowd, state_of
 from ci_llm.crowd.given_path import META
 from ci_llm.crowd.importing import fingerprint_of_start
 from ci_llm.data.agent_rows import Course, fingerprint_of
@@ -101,10 +101,10 @@ def describe(
     each = zip(present.agent_names, present.each_agent, strict=True)
     own = [{NAME: name, **to_plain({key: getattr(agent, key) for key in OWN_KEYS})} for name, agent in each]
     settings = {"agents": own} if present.agents else {}
+    state = state_of(crowd, base.fingerprint, **settings)
     files = {
         # The tensors of agents move to new memory whenever the crowd is prepared: a save looks for them itself.
-        **{name: value for name, value in crowd.adapter_files().items() if name.endswith("/adapter_config")},
-        META: crowd.meta(base.fingerprint) | settings,
+        **{name: value for name, value in state.items() if name == META or name.endswith("/adapter_config")},
         "config.yaml": config.dump().encode(),
         **{f"tokenizer/{name}": data for name, data in loaded.tokenizer_files.items()},
     }
