@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import model_has_dtensor
+from accelerate.utils import DistributedType, model_has_dtensor
 from torch import nn
 from torch.utils import deterministic
 
@@ -137,7 +137,10 @@ class Trainer:
         ignored: Any = [name for name, tensor in tensors if not tensor.requires_grad]
         crowd._ddp_params_and_buffers_to_ignore = ignored
         with peer_errors():
-            if model_has_dtensor(crowd):  # DDP refuses a base that is spread over the processes
+            # DDP refuses a base that is spread over the processes. For one process under a launcher `no_sync` does nothing,
+            # and DDP would reduce in every pass.
+            is_one = accelerator.num_processes == 1 and accelerator.distributed_type != DistributedType.NO
+            if model_has_dtensor(crowd) or is_one:
                 model = accelerator.prepare_model(crowd, evaluation_mode=True)
                 self.prepared = Prepared(model, *accelerator.prepare(optimizer, loader))
             else:

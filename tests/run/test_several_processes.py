@@ -6,6 +6,8 @@ signal, each death and each exit code comes through.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,15 @@ def end(child: Child, folder: Path) -> int:
 def assert_same_bits(run: Path, final: Path) -> None:
     found = compare(load_checkpoint(run / "final_checkpoint"), load_checkpoint(final))
     assert [one for one in found.differences if one.counts] == []  # config.yaml names another output_dir
+
+
+def test_one_process_under_torchrun_ends_with_the_bits_of_one_alone(base: Path, tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    for name, launcher in (("alone", []), ("launched", torchrun)):
+        call = [sys.executable, *launcher, str(ROOT / "train.py"), *words(base, tmp_path / name)]
+        done = subprocess.run(call, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_bits(tmp_path / "launched", tmp_path / "alone/final_checkpoint")
 
 
 CTRL_C = """
