@@ -1,7 +1,7 @@
-"""The end of a pass through the frozen base, from hidden states to log-probabilities of the targets, and its costs.
+"""The end of a pass through the frozen base, from hidden states to log-probabilities of the targets, and its checks.
 
 `target_log_probs` never holds all logits at once. `distance`, `tolerance` and `agrees_by_norm` say whether two passes
-agree.
+agree, `spare_tokens` which tokens are added to one, and `recompute_layers` saves its memory.
 
 Legend: K agents, S targets, N packed tokens, D hidden width, V vocabulary.
 """
