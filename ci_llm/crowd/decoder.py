@@ -296,7 +296,7 @@ class Decoder:
 
     def _batches(self, scheduled: Schedule) -> Iterator[InputBatch]:
         """Lay the tokens out for as few passes as possible, with spare tokens for products of few rows."""
-        model, pad_id, agents = self._crowd.model, self._crowd.pad_id, self._crowd.settings.num_agents
+        model, pad_id, agents = self._crowd.model, self._crowd.base_model.pad_id, self._crowd.settings.num_agents
 
         def of(author: Author) -> Schedule:
             return {group: count for group, count in scheduled.items() if group.author == author}

@@ -96,6 +96,14 @@ class LoraModel:
         passes.stop_recomputing(self.model)
         return self.model
 
+    def unusable(self, what: str) -> ModelError:
+        """The error to raise for a base that cannot be used; `what` follows the name of its class."""
+        return ModelError(
+            f"{type(self.model).__name__} {what}",
+            where=f"model_name: {self.base_name}",
+            hint="use a base of another family; Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX and GPT-2 are known to work",
+        )
+
     @property
     def route(self) -> Route:
         return self._route
@@ -274,7 +282,7 @@ class LoraModel:
                     return reason
                 reason = f"{self.route} rows change its logits by {gap:.1e}"
         what = f"computes its logits in a way this program does not reproduce ({reason})"
-        raise passes.unusable_base(self.model, self.base_name, what)
+        raise self.unusable(what)
 
     @torch.no_grad()
     def share_prompts(self) -> str | None:
@@ -335,7 +343,7 @@ def _reference(base: LoraModel, batch: Batch) -> Tensor:
                 logits.append(torch.cat([model(input_ids=row, use_cache=False).logits[0] for row in rows]))
     except Exception as error:
         what = f"cannot read a short batch with agents on it ({passes.describe_error(error)})"
-        raise passes.unusable_base(base.model, base.base_name, what) from error
+        raise base.unusable(what) from error
     found = torch.stack(logits)
     if found.isnan().any():
         raise ModelError(

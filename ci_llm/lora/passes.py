@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from ci_llm.core.memory import is_out_of_memory
-from ci_llm.errors import CiLlmError, ModelError
+from ci_llm.errors import CiLlmError
 from ci_llm.lora.products import LEAST_ROWS, product
 from ci_llm.lora.reading import Reading, compute_dtype
 
@@ -69,15 +69,6 @@ def describe_error(error: Exception) -> str:
     if isinstance(error, CiLlmError) or is_out_of_memory(error):
         raise error
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def unusable_base(model: PreTrainedModel, base_name: str, what: str) -> ModelError:
-    """The error to raise for a base that cannot be used; `what` follows the name of its class."""
-    return ModelError(
-        f"{type(model).__name__} {what}",
-        where=f"model_name: {base_name}",
-        hint="use a base of another family; Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX and GPT-2 are known to work",
-    )
 
 
 LOGITS_PER_CHUNK = 8_388_608  # 256 rows of a 32k vocabulary, 32 MB in fp32
