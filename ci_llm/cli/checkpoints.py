@@ -266,7 +266,7 @@ def _import(call: argparse.Namespace) -> int:
     from ci_llm.crowd.importing import import_crowd
 
     crowd = import_crowd(call.sources, call.to, call.base_model)
-    settings, base_model = crowd.settings, short_name(crowd.base_name)
+    settings, base_model = crowd.settings, short_name(crowd.base_model.base_name)
     record = {"folder": str(call.to), "num_agents": crowd.num_agents, "base_model": base_model}
     places = {"lora_target_modules": settings.target_modules, "agent_layers": settings.layers}
     said = (f"{key}={value if isinstance(value, str) else ','.join(map(str, value))}" for key, value in places.items())

@@ -45,7 +45,7 @@ def export(words: Sequence[str]) -> int:
     kind: Kind = "gguf" if call.format == "gguf" else "model" if call.into_base else "adapter"
     prepared.require_form(kind)
     scores = None
-    if prepared.can_be_scored and not call.no_score:
+    if prepared.saved.run_config is not None and not call.no_score:
         scores = prepared.scores()
         if not call.json:
             print(scores.table(), flush=True)

@@ -47,11 +47,13 @@ class Adapter:
 
     Attributes:
         config: the content of `adapter_config.json`.
-        tensors: the content of `adapter_model.safetensors`.
+        tensors: the content of `adapter_model.safetensors`, with a head if it has one.
+        source: the folder that it was read from.
     """
 
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
+    source: Path = Path()
 
     @property
     def rank(self) -> int:
@@ -140,18 +142,7 @@ _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _HEADS = {"score", "classifier"}
 
 
-@dataclass(frozen=True)
-class External(Adapter):
-    """An adapter that was read from a folder, with its head if it has one.
-
-    Attributes:
-        source: the folder.
-    """
-
-    source: Path
-
-
-def read_adapters(source: Path) -> list[External]:
+def read_adapters(source: Path) -> list[Adapter]:
     """Every adapter of a folder, in the order of its agents; of a committed folder the verified files alone.
 
     Raises:
@@ -198,7 +189,7 @@ def listed_files(folder: Path) -> Iterator[Path]:
         yield Path(scratch, folder.relative_to(root))
 
 
-def _read_adapters(source: Path) -> list[External]:
+def _read_adapters(source: Path) -> list[Adapter]:
     folders = [source] if (source / CONFIG).is_file() else _numbered(source)
     if not folders:
         raise ModelError(
@@ -220,7 +211,7 @@ def _numbered(source: Path) -> list[Path]:
     return [source / f"agent{k}" for k in range(len(numbers))]
 
 
-def _read_peft(folder: Path) -> External:
+def _read_peft(folder: Path) -> Adapter:
     config = _read_json(folder / CONFIG)
     if {*(config.get("modules_to_save") or ())} <= _HEADS:
         config = {**config, "modules_to_save": None}
@@ -238,7 +229,7 @@ def _read_peft(folder: Path) -> External:
     if file is None:
         raise ModelError("the adapter has no weights", where=str(folder), hint="copy adapter_model.safetensors here")
     tensors = _read_tensors(file)
-    adapter = External(config, tensors, folder)
+    adapter = Adapter(config, tensors, folder)
     try:
         _ = adapter.rank, adapter.alpha, adapter.dropout
     except (KeyError, TypeError, ValueError) as error:

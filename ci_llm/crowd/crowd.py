@@ -116,32 +116,29 @@ class Crowd(CrowdModel):
         """
         sizes = self.storage.sizes
         stored = stored_quantization(self.model.config)
+        named = {"id2label": {str(number): name for number, name in enumerate(self.classes)}} if self.classes else {}
+        head = {"reads": "pairs" if self.reads_pairs else "texts", "num_labels": self.settings.outputs, **named}
         return {
             "num_agents": self.num_agents,
-            "base_model_name_or_path": self.base_name,
+            "base_model_name_or_path": self.base_model.base_name,
             "base_fingerprint": fingerprint,
             "base_dtype": next(name for name, dtype in DTYPES.items() if dtype == self.model.dtype),
             "prompt_form": self._prompter.form if self._prompter else "chat",
             "common_start": self.common_start,
             "lora": self.settings.to_dict(),
-            **({"head": self._head_facts} if self.settings.outputs else {}),
+            **({"head": head} if self.settings.outputs else {}),
             **({"folders": self.names} if self.names != default_names(self.num_agents) else {}),
             "parameters_per_agent": sizes if len({*sizes}) > 1 else sizes[0],
             **({} if stored is None else {"quantization": stored}),
         }
 
-    @property
-    def _head_facts(self) -> dict[str, Any]:
-        """The facts about heads in `meta`: what they read, and the names of the classes as in Transformers."""
-        named = {"id2label": {str(number): name for number, name in enumerate(self.classes)}} if self.classes else {}
-        return {"reads": "pairs" if self.reads_pairs else "texts", "num_labels": self.settings.outputs, **named}
-
     def adapter_files(self) -> dict[str, Any]:
         """Every agent in PEFT's layout: file names without endings -> tensors or JSON."""
         files: dict[str, Any] = {}
-        alike = adapter_config(self.model, self.storage, self.agents[0], self.base_name)
+        base_name = self.base_model.base_name
+        alike = adapter_config(self.model, self.storage, self.agents[0], base_name)
         for agent, name in zip(self.agents, self.names, strict=False):
-            own = adapter_config(self.model, self.storage, agent, self.base_name) if self.settings.agents else alike
+            own = adapter_config(self.model, self.storage, agent, base_name) if self.settings.agents else alike
             files |= {f"{name}/adapter_model": agent.state_dict(), f"{name}/adapter_config": own}
         return files
 
@@ -161,7 +158,7 @@ class Crowd(CrowdModel):
             raise ModelError("the layers of a quantised base cannot be shared with PEFT", where="Crowd", hint=hint)
         k = agent % len(self.names)
         with self.base_model.plain(), self.base_model.active_agent(k) as model:
-            return peft_model(model, self.storage, self.agents[k], self.base_name)
+            return peft_model(model, self.storage, self.agents[k], self.base_model.base_name)
 
     def log_probs(self, prompts: Prompts, answers: str | Sequence[str], *, batch_size: int = 16) -> Tensor:
         """The log-probabilities of given answers.

@@ -42,7 +42,6 @@ from ci_llm.crowd.aggregators import find_vote
 from ci_llm.crowd.kv_cache import BLOCK, CACHED_ATTENTION, Chunk, Chunks, KVCache, SequenceGroup, repack
 from ci_llm.crowd.model import CrowdModel
 from ci_llm.crowd.next_token import BASE_ALONE, CROWD, Author, Decoding, Request, choose, free_positions, num_positions
-from ci_llm.errors import BadInput
 from ci_llm.lora.onednn import ReorderedWeights
 from ci_llm.lora.passes import agrees_by_norm, describe_error, distance, dtypes_of, spare_tokens, tolerance
 from ci_llm.lora.reading import compute_dtype
@@ -142,11 +141,14 @@ class Decoder:
         """Give each of the requests a slot; the next steps read their prompts.
 
         Raises:
-            BadInput, DataError: one of them cannot be served. None is admitted then.
+            DataError: the prompt of one is empty, or longer than the base can read. None is admitted then.
         """
         assert len(requests) <= self.free, "the caller queues the rest"
         for request in requests:
-            self._require_servable(request)
+            free_positions(self._crowd.model, [request.prompt])
+            assert request.author in (CROWD, BASE_ALONE, *range(self._crowd.num_agents))
+            assert request not in self._open, "a request is admitted once"
+            assert request.author is not CROWD or find_vote(request.decoding.aggregator) is None, "a text of each agent"
         together: dict[tuple[int, ...], list[Request]] = {}
         for request in requests:
             together.setdefault(tuple(request.prompt), []).append(request)
@@ -201,15 +203,6 @@ class Decoder:
         return [request for complete, logits in found for request in self._sample(complete, logits, forked)]
 
     # Which requests share what they read
-
-    def _require_servable(self, request: Request) -> None:
-        free_positions(self._crowd.model, [request.prompt])
-        assert request.author in (CROWD, BASE_ALONE, *range(self._crowd.num_agents))
-        assert request not in self._open, "a request is admitted once"
-        if request.author is CROWD and find_vote(request.decoding.aggregator):
-            what = f"{request.decoding.aggregator} decides between whole answers, and not token by token"
-            hint = "request a text of each agent, and let `ci_llm.crowd.generation.elect` decide"
-            raise BadInput(what, where="Request.decoding", hint=hint)
 
     @property
     def _is_spread(self) -> bool:
@@ -303,7 +296,7 @@ class Decoder:
 
     def _batches(self, scheduled: Schedule) -> Iterator[InputBatch]:
         """Lay the tokens out for as few passes as possible, with spare tokens for products of few rows."""
-        model, pad_id, agents = self._crowd.model, self._crowd.pad_id, self._crowd.settings.num_agents
+        model, pad_id, agents = self._crowd.model, self._crowd.base_model.pad_id, self._crowd.settings.num_agents
 
         def of(author: Author) -> Schedule:
             return {group: count for group, count in scheduled.items() if group.author == author}

@@ -138,11 +138,6 @@ class Export:
         """The ranks of the adapters that will be written."""
         return [self.adapter.rank] if self.adapter else [adapter.rank for adapter in self.saved.agents]
 
-    @property
-    def can_be_scored(self) -> bool:
-        """True if it is known which rows the agents were evaluated on."""
-        return self.saved.run_config is not None
-
     def scores(self) -> Comparison:
         """The scores of agents, crowd and merge; the base has no agents on it before and after the call.
 

@@ -41,7 +41,7 @@ from ci_llm.crowd.padded_generation import padded_rows, write_batch
 from ci_llm.crowd.uncertainty import TokenUncertainty, of_text, token_uncertainty, tokens_of
 from ci_llm.data.batches import Batch, pack
 from ci_llm.data.encoder import Example
-from ci_llm.lora.passes import describe_error, unusable_base
+from ci_llm.lora.passes import describe_error
 
 #: Finds the final answers in the texts of one prompt, "" where a text has none.
 Reading = Callable[[Sequence[TokenIds]], list[str]]
@@ -167,7 +167,7 @@ def base_errors(crowd: CrowdModel) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise unusable_base(crowd.model, crowd.base_name, f"cannot generate ({describe_error(error)})") from error
+        raise crowd.base_model.unusable(f"cannot generate ({describe_error(error)})") from error
 
 
 def requests_of(crowd: CrowdModel, number: int, prompt: TokenIds, wanted: Wanted) -> list[Request]:

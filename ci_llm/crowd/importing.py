@@ -15,7 +15,7 @@ import xxhash
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ci_llm.base.load import load_base
-from ci_llm.crowd.adapter_files import External, listed_files, read_adapters, settings_of
+from ci_llm.crowd.adapter_files import Adapter, listed_files, read_adapters, settings_of
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.pretrained import require_free, write_crowd
 from ci_llm.data.encoder import chat_template
@@ -109,7 +109,7 @@ def require_distinct_agents(crowd: Crowd, where: str, training: Sequence[Hashabl
         )
 
 
-def _check_scale(agent: AgentLora, adapter: External) -> None:
+def _check_scale(agent: AgentLora, adapter: Adapter) -> None:
     there, here = ({"lora_alpha": f"{x.alpha:.12g}", "use_rslora": x.use_rslora} for x in (adapter, agent))
     odd = [f"{key} is {value} there and {here[key]} here" for key, value in there.items() if value != here[key]]
     if odd:
@@ -153,7 +153,7 @@ def import_crowd(sources: Sequence[Path], target: Path, base_model: str | None =
     return crowd
 
 
-def _require_alike(adapters: Sequence[External]) -> None:
+def _require_alike(adapters: Sequence[Adapter]) -> None:
     """Refuse adapters with a head, or of different shapes."""
     first = adapters[0]
     for adapter in adapters:
@@ -175,7 +175,7 @@ def _require_alike(adapters: Sequence[External]) -> None:
             )
 
 
-def _tokenizer(adapters: Sequence[External], of_base: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
+def _tokenizer(adapters: Sequence[Adapter], of_base: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside the adapters, with the chat template of their training; None if there is none."""
     found = {folder: _read_tokenizer(folder) for folder in dict.fromkeys(adapter.source for adapter in adapters)}
     (first, own), *others = found.items()
@@ -204,7 +204,7 @@ def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     return tokenizer
 
 
-def _base_name(adapters: Sequence[External]) -> str:
+def _base_name(adapters: Sequence[Adapter]) -> str:
     names = sorted({str(name) for adapter in adapters if (name := adapter.config.get("base_model_name_or_path"))})
     if len(names) == 1:
         return names[0]

@@ -65,11 +65,10 @@ class KVCache:
     def copy(self, rows: Sequence[int], count: int | None = None) -> KVCache:
         """A copy of the first `count` columns of these rows, or of all; a row may be named several times."""
         copies = dict[int, Tensor]()
-        places = dict[torch.device, Tensor]()  # the host waits once for each device
+        places: Tensor | None = None  # the host waits for them once
         for layer, held in self.layers.items():
-            if held.device not in places:
-                places[held.device] = torch.tensor(rows, device=held.device)
-            part = held[:, :, :, :count].index_select(1, places[held.device])
+            places = torch.tensor(rows, device=held.device) if places is None else places
+            part = held[:, :, :, :count].index_select(1, places)
             copies[layer] = F.pad(part, (0, 0, 0, -part.shape[3] % BLOCK))
         return KVCache(len(rows), copies)
 

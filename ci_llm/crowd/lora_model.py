@@ -3,30 +3,33 @@
 Nothing is assumed about a family of bases, which may accept packed rows and still compute something else. A trial at
 the start sends one short batch both ways, and compares the logits with those of the base's own forward pass.
 
-Legend: K agents, N packed tokens, D hidden width, V vocabulary.
+Legend: K agents, N packed tokens, R rows of the base's input (packed: K or 1), D hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Final, Literal
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ci_llm.agents.storage import AgentStorage, attach
-from ci_llm.base.targets import layer_list, layer_numbers
+from ci_llm.base.targets import layer_list, layer_numbers, text_model
 from ci_llm.crowd.next_token import BASE_ALONE, Author
-from ci_llm.data.batches import Batch, MicroBatch, Owned, pack
+from ci_llm.data.batches import Batch, MicroBatch, Owned, pack, padded, without_repeats
 from ci_llm.data.encoder import Example
 from ci_llm.data.units import unit_of
 from ci_llm.errors import ModelError
 from ci_llm.lora import kernels, passes
-from ci_llm.lora.attention import Way, choose_way, name_of
+from ci_llm.lora.attention import Segments, Way, choose_way, name_of
 from ci_llm.lora.onednn import ReorderedWeights
+from ci_llm.lora.products import joined
 from ci_llm.lora.reading import compute_dtype
 from ci_llm.lora.settings import LoraSettings
 
@@ -35,6 +38,16 @@ Route = Literal["packed", "padded"]
 #: The standard deviation of the agents' weights in a trial. In SmolLM2-135M in bf16, rounding then gives a distance of
 #: 0.02 to 0.10, mixed-up agents 0.13 or more, and a wrong mask 0.6; the limit is 0.088.
 TRIAL_STD: Final = 0.02
+
+
+class _Laid(NamedTuple):
+    """Packed rows: their ids and positions, the arguments of `Segments`, and the place of each token's state."""
+
+    ids: Tensor
+    positions: Tensor
+    bounds: tuple[int, ...]
+    before: tuple[int, ...]
+    places: Tensor | slice
 
 
 class LoraModel:
@@ -83,6 +96,14 @@ class LoraModel:
         passes.stop_recomputing(self.model)
         return self.model
 
+    def unusable(self, what: str) -> ModelError:
+        """The error to raise for a base that cannot be used; `what` follows the name of its class."""
+        return ModelError(
+            f"{type(self.model).__name__} {what}",
+            where=f"model_name: {self.base_name}",
+            hint="use a base of another family; Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX and GPT-2 are known to work",
+        )
+
     @property
     def route(self) -> Route:
         return self._route
@@ -97,30 +118,79 @@ class LoraModel:
 
     # Passes
 
-    def states(self, rows: MicroBatch, *, fast_attention: bool | None = None) -> list[Tensor]:
-        """Final hidden states [n, N, D] of each batch for the n agents that read it, in packed order on either route.
+    def states(self, rows: MicroBatch) -> list[Tensor]:
+        """Final hidden states [n, N, D] of each batch for the n agents that read it, in packed order.
 
-        Args:
-            fast_attention: see `Segments`; None: as `fast` says.
+        Padded rows of several batches take a pass each: a common rectangle would pad rows to another length than alone.
         """
-        way = passes.Passes(
-            self.model,
-            self.storage.reading,
-            self.storage.ready,
-            self.pad_id,
-            self._route == "packed",
-            own_precision="precision" in self.fast,
-            share_prompts=self.shares_prompts,
-            fast_attention="attention" in self.fast if fast_attention is None else fast_attention,
-        )
-        return way.states(rows)
+        if len(rows) == 1:
+            return [self._of_one(*rows[0])]
+        if self.route == "padded":
+            return [self._of_one(*each) for each in rows]
+        each = [one for own in rows for one in [self._laid(own.batch)] * len(own.agents)]
+        sizes, bounds = [len(one.ids) for one in each], [0]
+        for one in each:
+            bounds += [bounds[-1] + bound for bound in one.bounds[1:]]
+        ids, positions = torch.cat([one.ids for one in each]), torch.cat([one.positions for one in each])
+        with self.storage.reading.of([k for own in rows for k in own.agents], sizes):
+            states = self._end_to_end(ids[None], positions, bounds, [back for one in each for back in one.before])
+        parts = iter(part[:, one.places] for part, one in zip(states.split(sizes, dim=1), each, strict=True))
+        return [joined([*islice(parts, len(own.agents))]) for own in rows]
 
-    def states_of_all(self, batch: Batch, *, fast_attention: bool | None = None) -> Tensor:
+    def _of_one(self, agents: tuple[int, ...], batch: Batch) -> Tensor:
+        """[n, N, D] of n agents that read one batch: the rows once for each."""
+        copies = max(len(agents), 1)
+        with self.storage.reading.of(agents):
+            if self.route == "packed":
+                laid = self._laid(batch)
+                states = self._end_to_end(laid.ids.expand(copies, -1), laid.positions, laid.bounds, laid.before)
+                return states[:, laid.places]
+            inputs, (rows, columns) = self._rectangle(batch)
+            states = self._hidden({name: each.repeat(copies, 1) for name, each in inputs.items()})
+        return states.unflatten(0, (copies, batch.num_rows))[:, rows, columns]  # type: ignore[no-any-return]
+
+    def _end_to_end(self, ids: Tensor, positions: Tensor, bounds: Sequence[int], before: Sequence[int]) -> Tensor:
+        """Final hidden states [R, N, D] of ids [R, N]."""
+        segments = Segments(bounds, before, fast="attention" in self.fast)
+        return self._hidden({"input_ids": ids, "position_ids": positions[None], "segments": segments})
+
+    def _hidden(self, inputs: dict[str, Any]) -> Tensor:
+        embedding = self.model.get_input_embeddings().weight
+        dtype = compute_dtype(embedding)
+        by_itself = "precision" in self.fast and dtype == embedding.dtype
+        without_autocast = torch.autocast(embedding.device.type, enabled=False) if by_itself else nullcontext()
+        with without_autocast, self.storage.ready(dtype, training=self.model.training):
+            return text_model(self.model)(**inputs, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+
+    def _laid(self, batch: Batch) -> _Laid:
+        """The rows end to end; spare tokens are a further row, which nothing reads."""
+        ids, positions, bounds, before = batch.input_ids, batch.position_ids, batch.bounds, (0,) * batch.num_rows
+        places: Tensor | slice = slice(batch.num_tokens)
+        if self.shares_prompts and any(batch.shared):
+            kept, places, bounds, before = without_repeats(batch)
+            ids, positions = ids[kept], positions[kept]
+        spare = passes.spare_tokens(self.model, len(ids))
+        if spare:
+            ids = F.pad(ids, (0, spare), value=self.pad_id)
+            positions = torch.cat([positions, positions.new_tensor(range(spare))])
+            bounds, before = (*bounds, bounds[-1] + spare), (*before, 0)
+        return _Laid(ids, positions, bounds, before, places)
+
+    def _rectangle(self, batch: Batch) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
+        """The rows side by side, and the index of their tokens in packed order; see `padded`."""
+        inputs, index = padded(batch, self.pad_id)
+        spare = passes.spare_tokens(self.model, inputs["input_ids"].shape[1])
+        if spare:
+            inputs = {name: F.pad(each, (0, spare)) for name, each in inputs.items()}
+        # No attention mask is given. Pads stand to the right of a row, where no token of a causal model attends. A
+        # mask that leaves a pad no position to attend to makes its state NaN in some families, and NaN spreads.
+        return {name: inputs[name] for name in ("input_ids", "position_ids")}, index
+
+    def states_of_all(self, batch: Batch) -> Tensor:
         """Final hidden states [n, N, D] of the n agents that read now, in one pass or in passes of their own."""
         agents = self.storage.reading.agents
         owners = [(k,) for k in agents] if self.storage.pass_per_agent and len(agents) > 1 else [agents]
-        found = [self.states([Owned(each, batch)], fast_attention=fast_attention)[0] for each in owners]
-        return torch.cat(found) if len(found) > 1 else found[0]
+        return joined([self.states([Owned(each, batch)])[0] for each in owners])
 
     @property
     def of_chunk(self) -> passes.OfChunk:
@@ -212,7 +282,7 @@ class LoraModel:
                     return reason
                 reason = f"{self.route} rows change its logits by {gap:.1e}"
         what = f"computes its logits in a way this program does not reproduce ({reason})"
-        raise passes.unusable_base(self.model, self.base_name, what)
+        raise self.unusable(what)
 
     @torch.no_grad()
     def share_prompts(self) -> str | None:
@@ -230,14 +300,16 @@ class LoraModel:
         with _random_agents(self):
             wanted = self.states_of_all(batch)
             self.shares_prompts = True
+            before = self.fast
             try:
-                found = [self.states_of_all(batch, fast_attention=fast) for fast in (False, True)]
+                found = [self.states_of_all(batch) for self.fast in ((), ("attention",))]
             except Exception as error:  # noqa: BLE001 - families raise errors of every kind for packed rows
                 reason: str | None = passes.describe_error(error)
             else:
                 gap = passes.distance(torch.cat(found), torch.cat([wanted, wanted]))
                 limit = passes.tolerance(*passes.dtypes_of(self.model, wanted))
                 reason = None if gap <= limit else f"it changes states by {gap:.1e}"
+        self.fast = before
         self.shares_prompts = reason is None
         return reason
 
@@ -271,7 +343,7 @@ def _reference(base: LoraModel, batch: Batch) -> Tensor:
                 logits.append(torch.cat([model(input_ids=row, use_cache=False).logits[0] for row in rows]))
     except Exception as error:
         what = f"cannot read a short batch with agents on it ({passes.describe_error(error)})"
-        raise passes.unusable_base(base.model, base.base_name, what) from error
+        raise base.unusable(what) from error
     found = torch.stack(logits)
     if found.isnan().any():
         raise ModelError(

@@ -74,8 +74,6 @@ class CrowdModel(nn.Module):
     def __init__(self, model: PreTrainedModel, settings: LoraSettings, base_name: str, pad_id: int = 0) -> None:
         super().__init__()
         self.settings = settings
-        self.base_name = base_name
-        self.pad_id = pad_id
         self.base_model = LoraModel(model, settings, base_name, pad_id)
         self._prompter: Prompter | None = None
         self.calibration: Calibration | None = None

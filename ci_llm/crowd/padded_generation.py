@@ -58,7 +58,7 @@ def _write_texts(crowd: CrowdModel, author: Author, requests: Sequence[Request],
         """Logits [K·n, V] in the same shape, with 0 at the chosen token of each row and -inf elsewhere."""
         tokens = list[int]()
         for request, found in zip(requests, choose(scores.unflatten(0, (copies, -1)), requests), strict=True):
-            tokens.append(found.id if isinstance(found, Chosen) else crowd.pad_id)
+            tokens.append(found.id if isinstance(found, Chosen) else crowd.base_model.pad_id)
             if request.finish is None:
                 request.take(found, len(request.prompt) + free)
         chosen = torch.tensor(tokens * copies, device=scores.device)[:, None]
@@ -80,11 +80,11 @@ def _generate(crowd: CrowdModel, prompts: Sequence[TokenIds], longest: int, *ste
     Args:
         steps: a logits processor, which leaves one token per row where it chooses, and a stopping criterion if any.
     """
-    model = crowd.model
+    model, pad_id = crowd.model, crowd.base_model.pad_id
     ids = [torch.as_tensor(prompt, dtype=torch.long) for prompt in prompts]
-    rows = pad_sequence(ids, batch_first=True, padding_value=crowd.pad_id, padding_side="left")
+    rows = pad_sequence(ids, batch_first=True, padding_value=pad_id, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True, padding_side="left")
-    how = GenerationConfig(max_new_tokens=longest, pad_token_id=crowd.pad_id, do_sample=False, use_cache=True)
+    how = GenerationConfig(max_new_tokens=longest, pad_token_id=pad_id, do_sample=False, use_cache=True)
     # Transformers takes every missing value from the base's own settings.
     kept = model.generation_config
     model.generation_config = GenerationConfig()

@@ -31,7 +31,6 @@ from ci_llm.crowd.scoring import Scores
 from ci_llm.data.rows import Chat, Prompted
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.errors import OutOfMemory
-from ci_llm.lora.passes import unusable_base
 from ci_llm.objectives.grpo import Grpo, total_rewards
 from ci_llm.objectives.grpo.rewards import Reward, compute_rewards
 
@@ -124,7 +123,7 @@ def write(crowd: CrowdModel, requests: Sequence[Request], most: int, stop: Calla
         ModelError: the base does not read packed rows.
     """
     if not decodes(crowd):
-        raise unusable_base(crowd.model, crowd.base_name, "does not read packed rows, in which completions are drawn")
+        raise crowd.base_model.unusable("does not read packed rows, in which completions are drawn")
     groups = ([request] for request in requests)
     for _ in written(crowd, groups, 1, max(1, min(most, len(requests))), stop):
         pass

@@ -46,7 +46,6 @@ from ci_llm.distributed.side_channel import SideChannel, TorchProcessGroup, run_
 from ci_llm.errors import CheckpointError, ConfigError
 from ci_llm.integrations.saver import OWN_CHECKPOINTS, gather, require_same, restore_generators
 
-FOLDER = HOOKS_FOLDER
 # The last file that Accelerate writes on the main process, unless objects were registered for checkpointing. The files
 # of the other processes hold nothing that is not in our folder as well.
 LAST_FILE = "random_states_0.pkl"
@@ -90,7 +89,7 @@ def latest_state(folder: Path | str) -> Path | None:
         True
     """
     found = []
-    for place in Path(folder).glob(f"*/{FOLDER}"):
+    for place in Path(folder).glob(f"*/{HOOKS_FOLDER}"):
         try:
             _require_whole(place.parent)
             found.append((verify_folder(place).wall_time, place.parent))
@@ -180,7 +179,7 @@ class _Hooks:
 
         def look() -> list[int]:
             _require_whole(folder)
-            found.append(load_checkpoint(folder / FOLDER).state)
+            found.append(load_checkpoint(folder / HOOKS_FOLDER).state)
             self._require_same(found[0], folder)
             return []
 
@@ -204,7 +203,7 @@ class _Hooks:
             last = f"custom_checkpoint_{others - 1}.pkl" if others else LAST_FILE
             # What an earlier save_state has left here must not make a new one look finished.
             (folder / last).unlink(missing_ok=True)
-            write_checkpoint(folder / FOLDER, state, info={"last_file": last})
+            write_checkpoint(folder / HOOKS_FOLDER, state, info={"last_file": last})
         return []
 
     def _stateful(self) -> dict[str, list[Any]]:
@@ -241,10 +240,10 @@ class _Hooks:
 
 
 def _require_whole(folder: Path) -> None:
-    if not (folder / FOLDER / MANIFEST).is_file():
+    if not (folder / HOOKS_FOLDER / MANIFEST).is_file():
         what = "this folder was not saved with register_hooks"
-        raise CheckpointError(what, where=str(folder), hint=f"give one that was: it holds {FOLDER}/{MANIFEST}")
-    last = folder / str(read_manifest(folder / FOLDER).info.get("last_file", LAST_FILE))
+        raise CheckpointError(what, where=str(folder), hint=f"give one that was: it holds {HOOKS_FOLDER}/{MANIFEST}")
+    last = folder / str(read_manifest(folder / HOOKS_FOLDER).info.get("last_file", LAST_FILE))
     if not zipfile.is_zipfile(last):  # as torch.save writes them, with the directory of the archive at the end
         raise CheckpointError(
             "save_state was interrupted before Accelerate had written its own files",

@@ -206,7 +206,7 @@ class _Attempt:
         if self._unused_gradients or step <= (self._saver.step or 0):
             return None
         reason = self._saver.told_to_stop(step)
-        self._saver.save(step, self._within_epoch, force=reason is not None)
+        self._saver.save(step, lambda: self._contents(self._at_epoch, complete=False), force=reason is not None)
         if reason is not None:
             trainer.should_stop = True
             loop.min_epochs, loop.epoch_loop.min_steps = 0, None
@@ -234,10 +234,6 @@ class _Attempt:
 
     # What is saved
 
-    def _within_epoch(self) -> dict[str, Any]:
-        """The state when a batch is fetched and not yet trained on. A collective."""
-        return self._contents(self._at_epoch, complete=False)
-
     def _at_the_end(self) -> dict[str, Any]:
         """The state at the end of a training: between epochs, or within one after the last step. A collective."""
         loop = self._trainer.fit_loop
@@ -245,6 +241,7 @@ class _Attempt:
         return self._contents(None if whole else self._at_epoch, complete=bool(self._trainer.should_stop))
 
     def _contents(self, at_epoch: dict[str, Any] | None, *, complete: bool) -> dict[str, Any]:
+        """The state when a batch is fetched and not yet trained on, or at the end. A collective."""
         processes = self._saver.gather({"at_epoch": at_epoch, "at_batch": determinism.capture()})
         self._trainer.save_checkpoint(self._place, weights_only=False)
         taken, self._io.taken = self._io.taken, {}

@@ -1,35 +1,29 @@
-"""A pass of owned rows through the frozen base with agents on it, from token ids to log-probabilities of the targets.
+"""The end of a pass through the frozen base, from hidden states to log-probabilities of the targets, and its checks.
 
-`Passes` takes rows packed or padded, of one agent, of all or of each its own. `target_log_probs` never holds all
-logits at once. `distance`, `tolerance` and `agrees_by_norm` say whether two passes agree.
+`target_log_probs` never holds all logits at once. `distance`, `tolerance` and `agrees_by_norm` say whether two passes
+agree, `spare_tokens` which tokens are added to one, and `recompute_layers` saves its memory.
 
-Legend: K agents, S targets, N packed tokens, R rows of the base's input (packed: K or 1), D hidden width,
-V vocabulary.
+Legend: K agents, S targets, N packed tokens, D hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ci_llm.base.targets import text_model
 from ci_llm.core.memory import is_out_of_memory
-from ci_llm.data.batches import Batch, MicroBatch, padded, without_repeats
-from ci_llm.errors import CiLlmError, ModelError
-from ci_llm.lora.attention import Segments
-from ci_llm.lora.products import LEAST_ROWS, joined, product
+from ci_llm.errors import CiLlmError
+from ci_llm.lora.products import LEAST_ROWS, product
 from ci_llm.lora.reading import Reading, compute_dtype
 
 
@@ -75,15 +69,6 @@ def describe_error(error: Exception) -> str:
     if isinstance(error, CiLlmError) or is_out_of_memory(error):
         raise error
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def unusable_base(model: PreTrainedModel, base_name: str, what: str) -> ModelError:
-    """The error to raise for a base that cannot be used; `what` follows the name of its class."""
-    return ModelError(
-        f"{type(model).__name__} {what}",
-        where=f"model_name: {base_name}",
-        hint="use a base of another family; Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX and GPT-2 are known to work",
-    )
 
 
 LOGITS_PER_CHUNK = 8_388_608  # 256 rows of a 32k vocabulary, 32 MB in fp32
@@ -255,109 +240,6 @@ def target_log_probs(states: Tensor, targets: Tensor, head: Head, of_chunk: OfCh
     states = states.to(compute_dtype(states))
     with torch.autocast(states.device.type, enabled=False):
         return _TargetLogProbs.apply(states, targets, head, of_chunk)  # type: ignore[no-any-return]
-
-
-class _Laid(NamedTuple):
-    """Packed rows: their ids and positions, the arguments of `Segments`, and the place of each token's state."""
-
-    ids: Tensor
-    positions: Tensor
-    bounds: tuple[int, ...]
-    before: tuple[int, ...]
-    places: Tensor | slice
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Passes of owned rows through a base with agents on it.
-
-    Attributes:
-        model: the base.
-        reading: whose tokens the layers read.
-        ready: casts the agents' weights for the pass inside; see `AgentStorage.ready`.
-        pad_id: the token id of pads and spare tokens.
-        packed: true if rows lie end to end; otherwise they lie side by side in a rectangle.
-        own_precision: run a base that is stored in autocast's dtype without autocast.
-        share_prompts: compute the common beginning of a unit's packed rows once; see `Batch.shared`.
-        fast_attention: see `Segments`.
-    """
-
-    model: PreTrainedModel
-    reading: Reading
-    ready: Callable[..., AbstractContextManager[None]]
-    pad_id: int
-    packed: bool
-    own_precision: bool = False
-    share_prompts: bool = False
-    fast_attention: bool = False
-
-    def states(self, rows: MicroBatch) -> list[Tensor]:
-        """Final hidden states [n, N, D] of each batch for the n agents that read it, in packed order.
-
-        Padded rows of several batches take a pass each: a common rectangle would pad rows to another length than alone.
-        """
-        if len(rows) == 1:
-            return [self._of_one(*rows[0])]
-        if not self.packed:
-            return [self._of_one(*each) for each in rows]
-        each = [one for own in rows for one in [self._laid(own.batch)] * len(own.agents)]
-        sizes, bounds = [len(one.ids) for one in each], [0]
-        for one in each:
-            bounds += [bounds[-1] + bound for bound in one.bounds[1:]]
-        ids, positions = torch.cat([one.ids for one in each]), torch.cat([one.positions for one in each])
-        with self.reading.of([k for own in rows for k in own.agents], sizes):
-            states = self._end_to_end(ids[None], positions, bounds, [back for one in each for back in one.before])
-        parts = iter(part[:, one.places] for part, one in zip(states.split(sizes, dim=1), each, strict=True))
-        return [joined([*islice(parts, len(own.agents))]) for own in rows]
-
-    def _of_one(self, agents: tuple[int, ...], batch: Batch) -> Tensor:
-        """[n, N, D] of n agents that read one batch: the rows once for each."""
-        copies = max(len(agents), 1)
-        with self.reading.of(agents):
-            if self.packed:
-                laid = self._laid(batch)
-                states = self._end_to_end(laid.ids.expand(copies, -1), laid.positions, laid.bounds, laid.before)
-                return states[:, laid.places]
-            inputs, (rows, columns) = self._rectangle(batch)
-            states = self._hidden({name: each.repeat(copies, 1) for name, each in inputs.items()})
-        return states.unflatten(0, (copies, batch.num_rows))[:, rows, columns]  # type: ignore[no-any-return]
-
-    def _end_to_end(self, ids: Tensor, positions: Tensor, bounds: Sequence[int], before: Sequence[int]) -> Tensor:
-        """Final hidden states [R, N, D] of ids [R, N]."""
-        segments = Segments(bounds, before, fast=self.fast_attention)
-        return self._hidden({"input_ids": ids, "position_ids": positions[None], "segments": segments})
-
-    def _hidden(self, inputs: dict[str, Any]) -> Tensor:
-        embedding = self.model.get_input_embeddings().weight
-        dtype = compute_dtype(embedding)
-        by_itself = self.own_precision and dtype == embedding.dtype
-        without_autocast = torch.autocast(embedding.device.type, enabled=False) if by_itself else nullcontext()
-        with without_autocast, self.ready(dtype, training=self.model.training):
-            return text_model(self.model)(**inputs, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
-
-    def _laid(self, batch: Batch) -> _Laid:
-        """The rows end to end; spare tokens are a further row, which nothing reads."""
-        ids, positions, bounds, before = batch.input_ids, batch.position_ids, batch.bounds, (0,) * batch.num_rows
-        places: Tensor | slice = slice(batch.num_tokens)
-        if self.share_prompts and any(batch.shared):
-            kept, places, bounds, before = without_repeats(batch)
-            ids, positions = ids[kept], positions[kept]
-        spare = spare_tokens(self.model, len(ids))
-        if spare:
-            ids = F.pad(ids, (0, spare), value=self.pad_id)
-            positions = torch.cat([positions, positions.new_tensor(range(spare))])
-            bounds, before = (*bounds, bounds[-1] + spare), (*before, 0)
-        return _Laid(ids, positions, bounds, before, places)
-
-    def _rectangle(self, batch: Batch) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
-        """The rows side by side, and the index of their tokens in packed order; see `padded`."""
-        inputs, index = padded(batch, self.pad_id)
-        spare = spare_tokens(self.model, inputs["input_ids"].shape[1])
-        if spare:
-            inputs = {name: F.pad(each, (0, spare)) for name, each in inputs.items()}
-        # No attention mask is given. Pads stand to the right of a row, where no token of a causal model attends. A
-        # mask that leaves a pad no position to attend to makes its state NaN in some families, and NaN spreads.
-        return {name: inputs[name] for name in ("input_ids", "position_ids")}, index
 
 
 def spare_tokens(model: PreTrainedModel, tokens: int, copies: int = 1) -> int:

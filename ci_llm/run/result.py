@@ -156,7 +156,7 @@ def final_card(evaluation: Evaluation, crowd: Crowd, datasets: Iterable[str], st
     """README.md of `final_checkpoint`."""
     configs = [values for name, values in crowd.adapter_files().items() if name.endswith("/adapter_config")]
     facts = CardFacts(
-        base=crowd.base_name,
+        base=crowd.base_model.base_name,
         ranks=[config["r"] for config in configs],
         agents=crowd.names,
         trained=f" for {step} optimizer steps on `{', '.join(map(public_name, datasets))}`",

@@ -137,8 +137,8 @@ class Trainer:
         ignored: Any = [name for name, tensor in tensors if not tensor.requires_grad]
         crowd._ddp_params_and_buffers_to_ignore = ignored
         with peer_errors():
-            # DDP refuses a base that is spread over the processes. For one process under a launcher `no_sync` does nothing,
-            # and DDP would reduce in every pass.
+            # DDP refuses a base that is spread over the processes. For one process under a launcher, Accelerate's
+            # `no_sync` does nothing, and DDP would reduce in every pass.
             is_one = accelerator.num_processes == 1 and accelerator.distributed_type != DistributedType.NO
             if model_has_dtensor(crowd) or is_one:
                 model = accelerator.prepare_model(crowd, evaluation_mode=True)

@@ -314,7 +314,7 @@ def of_run(crowd: Crowd, options: Options) -> Service:
         why = f" ({reason})" if reason else ""
         raise ModelError(
             f"{type(crowd.model).__name__} cannot be served: it does not read packed rows with a cache{why}",
-            where=f"model_name: {crowd.base_name}",
+            where=f"model_name: {crowd.base_model.base_name}",
             hint="ci-llm generate and ci-llm chat take it; or serve an exported agent by another server",
         )
     prompter = crowd.prompter

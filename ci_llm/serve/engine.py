@@ -104,8 +104,9 @@ class Job:
 
     @property
     def streams(self) -> bool:
-        """True if the text is shown while it is written."""
-        return self.call.body.stream and not self.call.decides_at_the_end
+        """True if the text is shown while it is written, because nothing is decided at its end."""
+        call = self.call
+        return call.body.stream and not call.votes and call.own.minimum_confidence is None
 
     def tell(self, event: Event) -> None:
         self.outbox.append((self, event))
@@ -116,7 +117,7 @@ class Job:
         if call.body.echo:
             lines = [] if call.body.top is None else prompt_lines(crowd, call, self.prompt)
             self.tell(Piece(str(crowd.prompter.tokenizer.decode(list(self.prompt))), lines))
-        if not call.only_echo:
+        if call.body.max_tokens != 0:
             wanted = generation.Wanted(
                 call.decoding,
                 author=call.author,

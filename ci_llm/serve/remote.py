@@ -154,7 +154,6 @@ class RemoteAgents:
         self._served = served
         self._base = base
         self._metrics = metrics
-        self._slots = options.slots
         self._free = asyncio.Semaphore(options.slots)
         self._tasks = dict[Job, asyncio.Task[None]]()
 
@@ -193,7 +192,7 @@ class RemoteAgents:
 
     def _count(self) -> None:
         """Report to the metrics how many texts are being written and how many wait for a slot."""
-        running = min(len(self._tasks), self._slots)
+        running = min(len(self._tasks), self._options.slots)
         self._metrics.load(running, len(self._tasks) - running)
 
     def cancel(self, jobs: Iterable[Job]) -> None:

@@ -416,18 +416,9 @@ class Call:
         return isinstance(self.body, ChatBody)
 
     @property
-    def only_echo(self) -> bool:
-        return self.body.max_tokens == 0
-
-    @property
     def votes(self) -> bool:
         """True if the crowd decides between whole texts."""
         return self.author is CROWD and find_vote(self.decoding.aggregator) is not None
-
-    @property
-    def decides_at_the_end(self) -> bool:
-        """True if nothing can be shown before the whole text is there."""
-        return self.votes or self.own.minimum_confidence is not None
 
 
 def prompts_of(body: AnyBody, served: Served) -> Sequence[Prompt]:

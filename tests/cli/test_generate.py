@@ -238,7 +238,7 @@ def test_a_damaged_checkpoint_is_named_with_the_command_that_lists_the_others(
 def test_a_missing_base_is_named_with_the_option_that_replaces_it(
     crowd: Crowd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(crowd, "base_name", "somebody/base")
+    monkeypatch.setattr(crowd.base_model, "base_name", "somebody/base")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # it was read at the import
     folder = save_crowd(crowd, tmp_path / "final_checkpoint")

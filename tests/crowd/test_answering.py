@@ -136,7 +136,7 @@ def test_a_value_that_is_not_a_prompt_is_refused(crowd: Crowd, prompts: Any) -> 
 
 def test_an_answer_ends_where_transformers_ends_it(crowd: Crowd, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends at each token of the base's list, and at a stop string that is a special token hidden in the text."""
-    pad = crowd.pad_id
+    pad = crowd.base_model.pad_id
     settings, prompter = crowd.model.generation_config, crowd.prompter
     row = Encoder(prompter.tokenizer).encode(Completion("2+3=", "5"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,9 @@ from tests.support.crowds import bits_in_company, disturbed_crowd, full_passes, 
 from tests.support.peft_twins import assert_writes_as_peft
 from tools.testbed.tiny import base, batch, example
 
+#: With several threads the products of a pass are split by its rows, and round by them.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 #: Within one block, over several, and whole blocks.
 PROMPTS = [example(n, seed=n).input_ids.tolist() for n in (3, 11, 16, 6, 35, 64, 17)]
 GREEDY = Decoding(max_new_tokens=12)
@@ -36,15 +39,6 @@ EVERYBODY = (CROWD, *range(K), BASE_ALONE)
 @pytest.fixture(scope="module")
 def llama() -> Crowd:
     return moved(crowd_of(base("llama", torch.float32)))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """With several threads the products of a pass are split by its rows, and round by them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @torch.no_grad()

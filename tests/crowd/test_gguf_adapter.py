@@ -149,7 +149,7 @@ def test_a_run_finds_its_base_where_the_cache_is_gone(tmp_path: Path, monkeypatc
     monkeypatch.setenv("CI_LLM_CACHE", str(tmp_path / "other"))
     (tmp_path / "cache").rename(tmp_path / "gone")
     again = Crowd.from_pretrained(run)
-    assert again.base_name == before.base_name.replace("/cache/", "/other/")
+    assert again.base_model.base_name == before.base_model.base_name.replace("/cache/", "/other/")
 
 
 @pytest.mark.parametrize(

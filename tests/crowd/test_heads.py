@@ -31,6 +31,7 @@ from ci_llm.lora.settings import LoraSettings
 from ci_llm.objectives import objective_of
 from ci_llm.sweep.runner import write_best
 from ci_llm.sweep.successive_halving import Trial
+from tests.crowd import test_preferences
 from tests.crowd.test_preferences import ALPHA, RANK, ROWS, STEPS, K, example, gradients_of, load, step_of
 from tests.support.campaign import sampled, sampled_cases
 from tests.support.micro_steps import owned
@@ -45,15 +46,9 @@ RATE: Final = 0.002
 TEXTS: Final = ("Ann has 3 pens.", "Ben has 9 hats, and Zoe has 12 hats.", "Tom", "Zoe breaks 5 of 12. How many?")
 
 
-def crowd_of(outputs: int, dtype: torch.dtype = torch.float32, count: int = K, **settings: Any) -> Crowd:
-    """Agents that differ from the base, with heads that differ from their start."""
-    base = load_base("embedded", "fp64" if dtype == torch.float64 else "fp32")
-    own = LoraSettings(num_agents=count, rank=RANK, alpha=ALPHA, outputs=outputs, **settings)
-    crowd = Crowd(base.model, own, "embedded", base.pad_id)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        crowd.storage.weights.add_(torch.randn(crowd.storage.weights.shape, generator=generator, dtype=dtype) * 0.03)
-    return crowd.train()
+def crowd_of(outputs: int, dtype: torch.dtype = torch.float32, **settings: Any) -> Crowd:
+    """With heads that differ from their start."""
+    return test_preferences.crowd_of(dtype, outputs=outputs, **settings)
 
 
 def ours(name: str, **keys: Any) -> Any:
@@ -249,7 +244,7 @@ def saved(folder: Path, classes: Sequence[str] = ("a", "b", "c"), **facts: Any) 
     crowd.prompter, crowd.classes = Prompter(AutoTokenizer.from_pretrained(BASE_FOLDER), "text"), tuple(classes)
     for name, value in facts.items():
         setattr(crowd, name, value)
-    crowd.base_name = str(BASE_FOLDER)
+    crowd.base_model.base_name = str(BASE_FOLDER)
     crowd.save_pretrained(folder)
     return crowd
 

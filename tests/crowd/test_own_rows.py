@@ -1,4 +1,4 @@
-"""Agents with rows of their own: each has the bits that it has alone, and is what PEFT trains."""
+"""Agents with rows of their own, or with common ones: each has the bits that it has alone, and is what PEFT trains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.data.batches import Batch
 from ci_llm.errors import ModelError
 from ci_llm.lora.settings import LoraSettings
-from tests.crowd.test_own_settings import ATTENTION, DROPPING, DTYPES, EVERY_KIND, LARGE, MLP, NAMES, SMALL
+from tests.crowd.test_own_settings import ATTENTION, DROPPING, EVERY_KIND, LARGE, MLP, SMALL
 from tests.support.campaign import sampled
 from tests.support.peft_twins import assert_weights_equal, exported_twin, peft_loss
 from tests.support.trained_agents import crowd_of, differences, train
@@ -20,6 +20,8 @@ from tools.testbed.tiny import base, batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+DTYPES: Final = sampled((torch.float32, torch.float64), (torch.float32,))
+NAMES: Final = ("small", "large", "attention", "mlp", "dropping")
 #: Rows of three steps; an agent without a row in a micro-step sits it out.
 STEPS: Final = 3
 SHORT: Final = (batch((7,)), batch((9, 5)), batch((6, 4, 3)))
@@ -50,6 +52,8 @@ def test_an_agent_has_the_same_bits_alone_and_in_a_crowd(own: dict[str, Any], dt
     }
     for name, (place, entries, rows) in companies.items():
         assert not differences(alone, train(model, entries, together(*rows))[place]), name
+        common = train(model, entries, [[each] for each in LONG])[place]
+        assert not differences(alone, common), f"{name}, on common rows"
 
 
 @pytest.mark.slow

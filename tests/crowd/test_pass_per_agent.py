@@ -157,20 +157,6 @@ def test_agents_without_settings_of_their_own_draw_what_they_draw_alone() -> Non
     assert found[0].any()
 
 
-def test_recomputed_layers_know_whose_pass_they_repeat() -> None:
-    model, rows, found = base(dtype=torch.float32), MANY[0][0], []
-    for recomputed in (False, True):
-        crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(AGENTS)), "toy").train()
-        crowd.storage.pass_per_agent = True
-        if recomputed:
-            crowd.gradient_checkpointing_enable()
-        crowd.storage.begin_step(0)
-        micro_step(crowd, NextToken(), rows, 0)
-        found.append(crowd.storage.gradients.clone())
-    assert torch.equal(*found)
-    assert found[0].any(dim=1).all()
-
-
 def test_states_without_gradients_are_those_that_an_agent_has_alone() -> None:
     model, rows = llama(344, torch.float32), MANY[0][0]
     crowd = Crowd(copy.deepcopy(model), LoraSettings(agents=tuple(AGENTS)), "toy").eval()

@@ -77,10 +77,11 @@ def ours(case: Case, **more: Any) -> Any:
     return objective_of(case.objective, [Config(objective=case.objective, **dict(case.settings), **more)] * K)
 
 
-def crowd_of(dtype: torch.dtype) -> Crowd:
+def crowd_of(dtype: torch.dtype, **settings: Any) -> Crowd:
     """Agents that differ from the base and from each other: with B = 0 every loss of DPO is log 2."""
     base = load_base("embedded", "fp64" if dtype == torch.float64 else "fp32")
-    crowd = Crowd(base.model, LoraSettings(num_agents=K, rank=RANK, alpha=ALPHA), "embedded", base.pad_id)
+    own = LoraSettings(**{"num_agents": K, "rank": RANK, "alpha": ALPHA, **settings})
+    crowd = Crowd(base.model, own, "embedded", base.pad_id)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         crowd.storage.weights.add_(torch.randn(crowd.storage.weights.shape, generator=generator, dtype=dtype) * 0.03)

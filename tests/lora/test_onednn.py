@@ -23,6 +23,8 @@ from tests.support.campaign import sampled
 from tools.testbed.events import DEADLINE_S
 from tools.testbed.tiny import base
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 #: Rows of products.
 COUNTS = (2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 48, 64, 100, 128, 256, 333)
 EMULATIONS = ("ONEDNN_MAX_CPU_ISA=AVX512_CORE", "ONEDNN_MAX_CPU_ISA=AVX2", "MKL_CBWR=COMPATIBLE")
@@ -35,14 +37,6 @@ def reordered(crowd: Crowd, dtype: torch.dtype = torch.float32) -> ReorderedWeig
 @pytest.fixture(autouse=True)
 def by_onednn_on_every_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn, "onednn_is_faster", lambda: True)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def reorders(dtype: torch.dtype) -> bool:

@@ -140,11 +140,6 @@ def row_states(states: Tensor, batch: Batch, representation: str) -> Tensor:
     return sums / lengths[None, :, None]
 
 
-def _gap(inputs: TermInputs) -> Tensor:
-    """The Jensen gap [] of the micro-batch, which is already a sum over its targets."""
-    return jensen_gap(inputs.log_probs, inputs.finite)
-
-
 def _distance(inputs: TermInputs) -> Tensor:
     """The distance [] between the agents' row states, times the number of targets; 0 for fewer than two rows."""
     batch = inputs.batch
@@ -159,6 +154,6 @@ def _distance(inputs: TermInputs) -> Tensor:
 
 
 _OWN: Final[Mapping[str, DiversityForm]] = {
-    "none": DiversityForm(_gap, rewarded=False),
+    "none": DiversityForm(lambda inputs: jensen_gap(inputs.log_probs, inputs.finite), rewarded=False),
     "swd": DiversityForm(_distance),
 }
