@@ -16,7 +16,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch import Tensor
 
-from ci_llm.data.agent_rows import Course, Courses
+from ci_llm.data.agent_rows import OrderedRows, TrainingRows
 from ci_llm.data.batches import Batch, MicroBatch, num_units
 from ci_llm.data.loader import any_number_of_workers, loader_of
 from ci_llm.data.order import Plan
@@ -35,10 +35,10 @@ def start(
 ) -> Generator[tuple[int, list[Any]], None, None]:
     """(step, micro-batches) from step `first` on, of a loader that begins at step 0, as a run takes them."""
     rows: Any = Rows()
-    courses = Courses(tuple(Course(rows, plan) for plan in plans or [Plan(50, 8, seed=3)]))
+    training_rows = TrainingRows(tuple(OrderedRows(rows, plan) for plan in plans or [Plan(50, 8, seed=3)]))
     how = {"num_processes": num_processes, "micro_batch_size": micro_batch_size, "num_workers": num_workers}
     with any_number_of_workers():
-        loader, sampler = loader_of(courses, range(last), **how)
+        loader, sampler = loader_of(training_rows, range(last), **how)
         mine: Any = prepare_data_loader(
             loader, torch.device("cpu"), num_processes, process_index, put_on_device=True, even_batches=False,
             rng_types=[],
@@ -167,8 +167,8 @@ def test_agents_whose_epoch_ends_have_fewer_micro_batches() -> None:
 
 def test_agents_that_train_on_the_same_rows_read_one_batch() -> None:
     rows: Any = Rows()
-    common, other = Course(rows, Plan(50, 8, seed=3)), Course(rows, Plan(50, 8, seed=4))
-    loader, _ = loader_of(Courses((common, other, common)), range(1), 1, 8)
+    common, other = OrderedRows(rows, Plan(50, 8, seed=3)), OrderedRows(rows, Plan(50, 8, seed=4))
+    loader, _ = loader_of(TrainingRows((common, other, common)), range(1), 1, 8)
     (micro_batch,) = [unpacked.to("cpu") for unpacked in loader]
     assert [own.agents for own in micro_batch] == [(0, 2), (1,)]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ci_llm.data import order
-from ci_llm.data.agent_rows import Course, Courses
+from ci_llm.data.agent_rows import OrderedRows, TrainingRows
 from ci_llm.data.order import Plan, permute, share
 
 steady = settings(derandomize=True)
@@ -141,16 +141,16 @@ def test_a_process_finds_only_its_own_rows_and_counting_finds_none(monkeypatch: 
 
 
 def test_agents_take_steps_together_and_have_epochs_of_their_own() -> None:
-    courses = of_plans(Plan(10, 4, seed=1), Plan(7, 4, seed=1), Plan(10, 4, seed=2))
+    rows = of_plans(Plan(10, 4, seed=1), Plan(7, 4, seed=1), Plan(10, 4, seed=2))
     for step in range(12):
-        assert courses.rows_of_step(step) == [row for plan in courses.plans for row in plan.rows(step)]
-        assert courses.num_rows_of(step) == len(courses.rows_of_step(step))
-    assert courses.steps_per_epoch == 3
-    assert courses.epochs(4) == [1.4, 2.0, 1.4]
-    assert courses.epoch(4) == 1.4
-    assert courses.plans[0].rows(0) != courses.plans[2].rows(0)
+        assert rows.rows_of_step(step) == [row for plan in rows.plans for row in plan.rows(step)]
+        assert rows.num_rows_of(step) == len(rows.rows_of_step(step))
+    assert rows.steps_per_epoch == 3
+    assert rows.epochs(4) == [1.4, 2.0, 1.4]
+    assert rows.epoch(4) == 1.4
+    assert rows.plans[0].rows(0) != rows.plans[2].rows(0)
 
 
-def of_plans(*plans: Plan) -> Courses:
+def of_plans(*plans: Plan) -> TrainingRows:
     rows: Any = None
-    return Courses(tuple(Course(rows, plan) for plan in plans))
+    return TrainingRows(tuple(OrderedRows(rows, plan) for plan in plans))
