@@ -281,17 +281,17 @@ def test_a_file_says_its_charter_and_stays_one_idea() -> None:
 #: At most so many lines of code in a room. Who raises one says why in the same commit; CONTRIBUTING.md has the rule.
 CAPS = {
     "agents": 391,
-    "base": 902,
+    "base": 894,
     "checkpoints": 2300,
     "cli": 1564,
-    "cluster": 706,
-    "config": 1982,
+    "cluster": 698,
+    "config": 1955,
     "core": 1529,
     "crowd": 4431,
-    "data": 3157,
+    "data": 3138,
     "distributed": 623,
     "dry_run": 762,
-    "embedded": 100,
+    "embedded": 99,
     "evaluation": 887,
     "files": 433,
     "integrations": 700,
@@ -303,7 +303,7 @@ CAPS = {
     "run": 4553,
     "serve": 1308,
     "supervisor": 1573,
-    "sweep": 813,
+    "sweep": 800,
 }
 
 
