@@ -284,11 +284,11 @@ CAPS = {
     "base": 894,
     "checkpoints": 2300,
     "cli": 1564,
-    "cluster": 698,
+    "cluster": 697,
     "config": 1955,
     "core": 1529,
     "crowd": 4431,
-    "data": 3138,
+    "data": 3137,
     "distributed": 623,
     "dry_run": 762,
     "embedded": 99,
@@ -303,7 +303,7 @@ CAPS = {
     "run": 4553,
     "serve": 1308,
     "supervisor": 1573,
-    "sweep": 800,
+    "sweep": 801,
 }
 
 

@@ -121,7 +121,8 @@ def load_base(
 
     Args:
         model_name: hub id, folder, GGUF file, or `embedded` for the base shipped with this package.
-        model_dtype: fp16, bf16, fp32 or fp64; None keeps the checkpoint's own on CUDA and takes fp32 on a CPU.
+        model_dtype: fp16, bf16, fp32 or fp64; None keeps the checkpoint's own on CUDA, and takes fp32 on a CPU, where
+            16 bits are slow.
         device: the device of the model.
         quantization: store the linear layers in 4 bits (nf4, with double quantisation) or 8 (int8); None keeps them.
         layers: reads and keeps only this process's part of the layers; the call is then a collective.
@@ -136,8 +137,8 @@ def load_base(
     """
     name = opened_by(model_name)
     config = load_architecture(model_name)
-    own: torch.dtype | str = "auto" if torch.device(device).type == "cuda" else torch.float32  # 16 bits are slow there
-    dtype = own if model_dtype is None else DTYPES[model_dtype]
+    usual: torch.dtype | str = "auto" if torch.device(device).type == "cuda" else torch.float32
+    dtype = usual if model_dtype is None else DTYPES[model_dtype]
     stored = stored_quantization(config)
     how = quantized_loading(quantization, stored, model_name, device)
     if layers is not None:

@@ -122,7 +122,6 @@ _FIRST_PORT: Final = 15000  # below the ports that Linux gives to outgoing conne
 _NUM_PORTS: Final = 16000
 #: Set in processes that `starter` has started: its folder, and the command line of the launcher that it stands in for.
 STARTED: Final = "CI_LLM_STARTED"
-_TORCHRUN_KILL_DELAY_S: Final = 30  # the default of TORCH_ELASTIC_SHUTDOWN_TIMEOUT
 #: Set by the supervisor of this package in the processes it starts: the seconds between its TERM and its KILL.
 SUPERVISED: Final = "CI_LLM_SUPERVISED"
 
@@ -407,7 +406,7 @@ def _kill_delay_s(launcher: str, environ: Mapping[str, str]) -> float:
     if launcher != "torchrun":
         return supervisor_s
     between_rounds_s = KILL_DELAY_S if has_rounds(environ) else math.inf
-    at_the_end_s = _integer(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_KILL_DELAY_S)
+    at_the_end_s = _integer(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)  # which torchrun takes by default
     return min(supervisor_s, between_rounds_s, at_the_end_s)
 
 

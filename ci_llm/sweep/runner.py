@@ -270,7 +270,8 @@ class SweepRunner:
             if pack.rung and all(segment.rung < pack.rung for segment in sweep.standings.segments if segment.is_over):
                 self._say_boundary(sweep, pack.rung - 1)
             done, first = _steps_done(sweep), sweep.standings.plan.first_step(pack.rung)
-            ends, ids = sweep.standings.plan.steps, ", ".join(str(trial.id) for trial in pack.trials)
+            ends = sweep.standings.plan.steps
+            ids = ", ".join(str(trial.id) for trial in pack.trials)
             span = f"rung {pack.rung + 1} of {len(ends)}, steps {first} to {ends[pack.rung]} of {ends[-1]}"
             self._say(f"sweep     segment {pack.number}, {span}: trials {ids}")
             follow = Callbacks([_Follow(attempt.status, done - first)])

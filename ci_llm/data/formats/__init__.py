@@ -96,8 +96,6 @@ def _first_rows(file: Path, separator: str, count: int, *, spaced: bool = False)
         csv.field_size_limit(limit)
 
 
-#: Raise it when the same files give other rows than before: what is kept of them is then not found.
-_VERSION: Final = 1
 #: A row as JSON, and the columns that no row before it has, as a list in JSON.
 _FEATURES: Final = Features({JsonRows.TEXT: Value("string"), "new": Value("string")})
 
@@ -110,7 +108,8 @@ def _read_json(files: Sequence[Path]) -> JsonRows:
     """
     stamps = tuple((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     # Tuples: `datasets` takes each entry of a list for a shard.
-    content = {"files": tuple(map(str, files)), "stamps": stamps, "version": _VERSION}
+    # Raise the version when the same files give other rows than before: what is kept of them is then not found.
+    content = {"files": tuple(map(str, files)), "stamps": stamps, "version": 1}
     rows = Dataset.from_generator(_texts, features=_FEATURES, gen_kwargs=content)  # mapped, not held in memory
     new = rows.data.column("new").drop_null().to_pylist()
     return JsonRows(rows.select_columns([JsonRows.TEXT]), tuple(chain.from_iterable(map(json.loads, new))))
