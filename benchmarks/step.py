@@ -84,7 +84,7 @@ class Ours:
         self.prepared = Prepared(*self.processes.accelerator.prepare(self.crowd, optimizer))
         self.heartbeat = Heartbeat()
         for agent in self.crowd.agents:
-            agent.training = Training(lambda _: LEARNING_RATE, 0.0, MAX_NORM, course=None)  # type: ignore[arg-type]
+            agent.training = Training(lambda _: LEARNING_RATE, 0.0, MAX_NORM, rows=None)  # type: ignore[arg-type]
 
     def step(self, batch: Batch) -> float:
         sums, agents = self.move(batch).sums, self.crowd.num_agents

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ci_llm.config import Config
-from ci_llm.data.agent_rows import Course, Courses
+from ci_llm.data.agent_rows import OrderedRows
 from ci_llm.errors import ForeignCheckpoint
 from ci_llm.lora.heads import SCORE
 from ci_llm.lora.settings import AgentLora
@@ -30,13 +30,13 @@ class Training:
         learning_rate: the rate of a 0-based optimizer step, before any factor.
         weight_decay: the weight decay of the optimizer.
         max_grad_norm: the clipping bound of its gradient; None for none.
-        course: its rows, and their order. Agents that train on the same rows in the same order have one object.
+        rows: its rows, and their order. Agents that train on the same rows in the same order have one object.
     """
 
     learning_rate: Callable[[int], float]
     weight_decay: float
     max_grad_norm: float | None
-    course: Course
+    rows: OrderedRows
 
     def __deepcopy__(self, memo: object) -> Training:
         """The same object: a copy of an agent trains on the same rows, which may be large."""
@@ -113,11 +113,6 @@ class Agent:
             )
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
-
-
-def courses_of(agents: Sequence[Agent]) -> Courses:
-    """The courses of agents that a run trains."""
-    return Courses(tuple(agent.training.course for agent in agents))
 
 
 #: Where the schedules `with_min_lr` end, as a share of the peak.

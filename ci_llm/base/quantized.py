@@ -159,10 +159,6 @@ class QuantizedLinear(nn.Module):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         return _Product.apply(x.to(dtype), self)  # type: ignore[no-any-return]
 
-    def extra_repr(self) -> str:
-        kind = "int8" if self._is_int8 else self.quant_state.quant_type
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {kind}"
-
 
 class _Product(torch.autograd.Function):
     """x Wᵀ + b for a layer without agents; the backward pass dequantises W again."""

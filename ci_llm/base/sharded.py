@@ -21,7 +21,7 @@ from torch import distributed as dist
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ci_llm.base.quantized import QuantizedLinear, keep_part, replace_quantized_layers
+from ci_llm.base.quantized import QuantizedLinear, keep_part, replace_quantized_layers, stored_quantization
 from ci_llm.base.targets import layer_list, text_model
 from ci_llm.distributed.processes import peer_errors
 from ci_llm.errors import ModelError
@@ -46,7 +46,7 @@ class ShardedLayers:
 
     def before_loading(self, model: PreTrainedModel) -> None:
         """Let loading give this process only its part of the layers; `model` has no numbers yet (meta)."""
-        if not _is_quantized(model):
+        if stored_quantization(model.config) is None:
             self.shard(model)
             return
         for layer in layers_of(model):
@@ -55,7 +55,7 @@ class ShardedLayers:
 
     def after_loading(self, model: PreTrainedModel) -> None:
         """Shard quantised layers, which have their parts after loading."""
-        if _is_quantized(model):
+        if stored_quantization(model.config):
             replace_quantized_layers(model)
             self.shard(model)
 
@@ -171,10 +171,6 @@ class _AgreedGather:
         self._layers.begin_gather(self._number)
         with peer_errors():
             return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-def _is_quantized(model: PreTrainedModel) -> bool:
-    return bool(getattr(model, "is_quantized", False))  # Transformers sets it on quantised bases only
 
 
 def weights_to_shard(layer: nn.Module, autocast: torch.dtype | None) -> set[nn.Parameter]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final
 
 import psutil
 
@@ -63,13 +63,6 @@ def upper_quantile(durations: Sequence[float]) -> float:
     return ranked[math.ceil(QUANTILE * len(ranked)) - 1] if ranked else 0.0
 
 
-class TimedSave(Protocol):
-    """The result of a save, of which `Pace` reads the duration."""
-
-    @property
-    def seconds(self) -> float: ...
-
-
 class Pace:
     """The durations of the latest steps and saves. The training thread writes them, any thread reads them.
 
@@ -86,13 +79,17 @@ class Pace:
         # The tuples are replaced, never changed: a reader in another thread needs no lock.
         self.steps_s: tuple[float, ...] = ()
         self.saves_s: tuple[float, ...] = ()
-        self._last_save: TimedSave | None = None
+        self._last_save: Any = None
 
     def begin_step(self) -> None:
         self.step_started = self._clock()
 
-    def end_step(self, last_save: TimedSave | None = None) -> None:
-        """Record the duration of the step under way, and of the latest save unless that is recorded already."""
+    def end_step(self, last_save: Any = None) -> None:
+        """Record the duration of the step under way, and of the latest save unless that is recorded already.
+
+        Args:
+            last_save: its result, which has `seconds`; None before the first.
+        """
         if self.step_started is not None:
             self.steps_s = (*self.steps_s[1 - MEASUREMENTS :], self._clock() - self.step_started)
             self.step_started = None

@@ -122,7 +122,6 @@ _FIRST_PORT: Final = 15000  # below the ports that Linux gives to outgoing conne
 _NUM_PORTS: Final = 16000
 #: Set in processes that `starter` has started: its folder, and the command line of the launcher that it stands in for.
 STARTED: Final = "CI_LLM_STARTED"
-_TORCHRUN_KILL_DELAY_S: Final = 30  # the default of TORCH_ELASTIC_SHUTDOWN_TIMEOUT
 #: Set by the supervisor of this package in the processes it starts: the seconds between its TERM and its KILL.
 SUPERVISED: Final = "CI_LLM_SUPERVISED"
 
@@ -195,11 +194,14 @@ def read_launch(
     # `accelerate launch` starts a single process without torchrun, and sets none of the variables of a launcher.
     by_accelerate = num_processes == 1 and "RANK" not in environ and _is_accelerate(parent)
     launcher = "accelerate" if by_accelerate else names.launcher if names else "python"
+    number = int(accelerate_option(parent, "num_processes", environ) or 0) if by_accelerate else 1
+    is_launcher = _is_accelerate(parent) or not _OTHER_LAUNCHERS.isdisjoint(PurePath(word).name for word in parent)
     launch = Launch(
         launcher=launcher,
-        requested_processes=_requested_processes(environ, parent) if by_accelerate else None,
+        # Accelerate sets MASTER_ADDR whenever it was asked for more than one process.
+        requested_processes=number if "MASTER_ADDR" in environ and number != 1 else None,
         kill_delay_s=_kill_delay_s(launcher, environ),
-        launcher_command=tuple(parent) if _is_launcher(parent) else (),
+        launcher_command=tuple(parent) if is_launcher else (),
         arguments=tuple(arguments),
     )
     if names is None or num_processes == 1:
@@ -404,7 +406,7 @@ def _kill_delay_s(launcher: str, environ: Mapping[str, str]) -> float:
     if launcher != "torchrun":
         return supervisor_s
     between_rounds_s = KILL_DELAY_S if has_rounds(environ) else math.inf
-    at_the_end_s = _integer(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _TORCHRUN_KILL_DELAY_S)
+    at_the_end_s = _integer(environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)  # which torchrun takes by default
     return min(supervisor_s, between_rounds_s, at_the_end_s)
 
 
@@ -422,15 +424,6 @@ def _parent_command(environ: Mapping[str, str]) -> list[str]:
         return []
 
 
-def _requested_processes(environ: Mapping[str, str], command: Sequence[str]) -> int | None:
-    """The number of processes that an Accelerate was asked for which started one; None if one was asked for.
-
-    Accelerate sets MASTER_ADDR whenever it was asked for more than one process.
-    """
-    number = int(accelerate_option(command, "num_processes", environ) or 0)
-    return number if "MASTER_ADDR" in environ and number != 1 else None
-
-
 def accelerate_option(command: Sequence[str], name: str, environ: Mapping[str, str] = os.environ) -> str:
     """A number that `accelerate launch` was given: on its command line, else in its file; empty if in neither."""
     if number := option(command, name):
@@ -442,10 +435,6 @@ def accelerate_option(command: Sequence[str], name: str, environ: Mapping[str, s
     text = next((file.read_text(encoding="utf-8") for file in files if file.is_file()), "")
     found = re.search(rf"^\W*{name}\W+(\d+)", text, re.MULTILINE)
     return found[1] if found else ""
-
-
-def _is_launcher(command: Sequence[str]) -> bool:
-    return _is_accelerate(command) or not _OTHER_LAUNCHERS.isdisjoint(PurePath(word).name for word in command)
 
 
 def _is_accelerate(command: Sequence[str]) -> bool:

@@ -38,10 +38,6 @@ class Job:
     id: str
     restarts: int
 
-    def record(self) -> dict[str, object]:
-        """Plain values for the record of an attempt."""
-        return {"slurm_job": self.id, "slurm_restarts": self.restarts}
-
 
 @dataclass(frozen=True)
 class JobInfo:

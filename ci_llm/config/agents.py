@@ -7,7 +7,7 @@ agents on the command line sets aside what the file says of single agents.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -137,7 +137,10 @@ def own_values(own: OwnEntries, problems: list[Problem]) -> dict[str, Any]:
         values = sound_values(entries, problems)
         agent: dict[str, Any] = {} if named is None else {NAME: _name(named, problems)}
         agents.append(agent | {key: values[key] for key in OWN_KEYS if key in values})
-    problems += _doubles(agents, own.decided_by)
+    names = names_of(agents)
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        what = f"{names.count(name)} agents are called {name}"
+        problems.append(Problem(own.decided_by.where, what, "give each a name of its own"))
     return {"num_agents": len(agents), "agents": tuple(agents) if any(agents) else ()}
 
 
@@ -147,9 +150,3 @@ def _name(entry: Entry, problems: list[Problem]) -> str:
         what = f"name is {entry.raw}, but takes letters, digits, spaces and . : + - _, 60 at most"
         problems.append(Problem(entry.where, what, "write name: small, for instance"))
     return text
-
-
-def _doubles(agents: Sequence[Mapping[str, Any]], decided_by: Entry) -> Iterator[Problem]:
-    names = names_of(agents)
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        yield Problem(decided_by.where, f"{names.count(name)} agents are called {name}", "give each a name of its own")

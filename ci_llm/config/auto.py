@@ -19,21 +19,17 @@ EMBEDDED: Final = "embedded"
 FOLLOWED: Final = ("model_name", "dataset_name")
 #: Objectives with a head, which is new and has to be learned.
 _HEADS: Final = ("reward", "classification", "regression")
-_OF_LORA: Final = "usual for LoRA; a small base often takes a higher rate, which a sweep finds"
 
 
 def settled(c: AllKeys) -> dict[str, tuple[Any, str]]:
     """The keys that say auto for all agents, each with what it stands for, and why."""
-    return {key: found for key, found in stands_for(c).items() if getattr(c, key) == AUTO or _is_unset(c, key)}
+    given = c.model_fields_set.union(*c.agents)
+    return {key: found for key, found in stands_for(c).items() if getattr(c, key) == AUTO or key not in given}
 
 
 def stands_for(c: AllKeys) -> dict[str, tuple[Any, str]]:
     """What auto stands for, and why, by key; a reason that is empty need not be told."""
     return {key: (value, why) for key, value, why in (*_rules(c), *_of_adapters(c))}
-
-
-def _is_unset(c: AllKeys, key: str) -> bool:
-    return key not in c.model_fields_set and not any(key in own for own in c.agents)
 
 
 def _of_adapters(c: AllKeys) -> Iterator[tuple[str, Any, str]]:
@@ -67,10 +63,11 @@ def _shape_of(file: Path) -> dict[str, Any]:
 def _rules(c: AllKeys) -> Iterator[tuple[str, Any, str]]:
     """(key, value, why) of every key that may say auto."""
     on_embedded = c.model_name == EMBEDDED
-    why = "measured on the embedded base" if on_embedded else _OF_LORA
+    why = "usual for LoRA; a small base often takes a higher rate, which a sweep finds"
     # Ten times TRL's rates, which are for all weights of a model; that of grpo was measured (benchmarks/README.md).
     rate = {AUTO: 2e-4, "sft": 2e-4, "grpo": 1e-4, **dict.fromkeys(_HEADS, 1e-3)}.get(c.objective, 1e-5)
     if on_embedded:
+        why = "measured on the embedded base"
         rate = 8e-3 if c.objective in (AUTO, "sft") else 1e-3
     yield "learning_rate", rate, why
     yield "lora_rank", 8 if on_embedded else 16, why

@@ -50,20 +50,14 @@ def with_default(key: str, field: FieldInfo) -> str:
 
 def describe(keys: type[Keys], chosen: Iterable[str]) -> str:
     """These of the keys for `--help`: key, default, what it is and in which unit."""
-    return "\n".join(_described(key, keys.model_fields[key]) for key in chosen)
+    lines = []
+    for key in chosen:
+        field = keys.model_fields[key]
+        begin = f"  {with_default(key, field):<{COLUMN - 3}} "
+        lines += textwrap.wrap(str(field.description), WIDTH, initial_indent=begin, subsequent_indent=" " * COLUMN)
+    return "\n".join(lines)
 
 
-def _described(key: str, field: FieldInfo) -> str:
-    return textwrap.fill(
-        str(field.description),
-        width=WIDTH,
-        initial_indent=f"  {with_default(key, field):<{COLUMN - 3}} ",
-        subsequent_indent=" " * COLUMN,
-    )
-
-
-IN_PYTHON: Final = "Config(...)"
-AS_BEGUN: Final = "as this run began"
 #: Keys of which a run that begins decides by its machine, if they say auto.
 BY_MACHINE: Final = ("mixed_precision", "model_dtype", "kernels", "pass_per_agent", "use_gradient_checkpointing")
 
@@ -97,7 +91,7 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
 
     def __init__(self, **values: Any) -> None:
         problems: list[Problem] = []
-        given = by_key(entries_of(values, IN_PYTHON), problems, last_wins=False)
+        given = by_key(entries_of(values, "Config(...)"), problems, last_wins=False)
         self.__setstate__(self.of_entries(given, take_own_entries([given], problems), problems).__getstate__())
         self.allow_imports()
 
@@ -175,7 +169,7 @@ class Config(KeysOfEach, defer_build=False):  # its signature is there from the 
         kept |= self.settled_agents(before)
         found = self.model_copy(update=kept)
         told = (*filter(self._reasons.get, self._reasons), *by_machine)
-        super(Config, found).__setattr__("_reasons", dict.fromkeys(told, AS_BEGUN))
+        super(Config, found).__setattr__("_reasons", dict.fromkeys(told, "as this run began"))
         return found
 
     def of_trials(self, steps: int, changes: Mapping[str, Any]) -> Config:

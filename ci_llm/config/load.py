@@ -30,9 +30,6 @@ class Reading:
     lines: tuple[str, ...]
 
 
-SHIPPED: Final = Path(__file__).with_name("shipped")
-
-
 def default_file(name: str = "configs.yaml") -> Path | None:
     """The file that is read if none is named: that of the current folder, else that of this project.
 
@@ -40,7 +37,7 @@ def default_file(name: str = "configs.yaml") -> Path | None:
     """
     checkout = Path(__file__).parents[2]
     is_checkout = (checkout / "pyproject.toml").is_file()  # and not the folder of somebody's installed packages
-    folders = [Path(), checkout if is_checkout else SHIPPED]
+    folders = [Path(), checkout if is_checkout else Path(__file__).with_name("shipped")]
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
@@ -93,9 +90,9 @@ def read_sources(
     path: str | Path | None, arguments: Sequence[str], problems: list[Problem]
 ) -> tuple[FileEntries, list[parsing.Entry]]:
     """The entries of the file and those of the command line; for the arguments see `read_config`."""
-    typed, strays = parsing.read_arguments([word for word in arguments if word != "--debug"], flag_form)
-    problems += strays_of(strays)
-    typed = expanded(typed, problems)
+    parts = [*parsing.parts_of([word for word in arguments if word != "--debug"], flag_form)]
+    problems += strays_of([word for words, entry in parts if entry is None for word in words])
+    typed = expanded((entry for _, entry in parts if entry is not None), problems)
     for entry in (entry for entry in typed if entry.name == "config"):
         if isinstance(entry.raw, parsing.Scalar):
             path = entry.raw.text

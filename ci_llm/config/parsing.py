@@ -231,22 +231,6 @@ def _read_items(kind: _Kind, raw: Items) -> object:
     return UNREADABLE if UNREADABLE in values else values
 
 
-def _read_choice(kind: _Kind, raw: Scalar) -> object:
-    return raw.text if raw.text in kind.choices else UNREADABLE
-
-
-def _read_null(_: _Kind, raw: Scalar) -> object:
-    return None if raw.is_null else UNREADABLE
-
-
-def _read_truth(_: _Kind, raw: Scalar) -> object:
-    return UNREADABLE if raw.quoted else TRUTH_WORDS.get(raw.text.lower(), UNREADABLE)
-
-
-def _read_integer(_: _Kind, raw: Scalar) -> object:
-    return int(raw.text) if not raw.quoted and _INTEGER.fullmatch(raw.text) else UNREADABLE
-
-
 def _read_number(kind: _Kind, raw: Scalar) -> object:
     if not raw.quoted and _NUMBER.fullmatch(raw.text) and not re.match(r"[-+]?0[0-9]", raw.text):
         return float(raw.text.replace("_", ""))
@@ -291,10 +275,10 @@ def _parts(text: str) -> list[str]:
 
 
 _READERS: dict[Any, Callable[[_Kind, Scalar], object]] = {
-    Literal: _read_choice,
-    types.NoneType: _read_null,
-    bool: _read_truth,
-    int: _read_integer,
+    Literal: lambda kind, raw: raw.text if raw.text in kind.choices else UNREADABLE,
+    types.NoneType: lambda _, raw: None if raw.is_null else UNREADABLE,
+    bool: lambda _, raw: UNREADABLE if raw.quoted else TRUTH_WORDS.get(raw.text.lower(), UNREADABLE),
+    int: lambda _, raw: int(raw.text) if not raw.quoted and _INTEGER.fullmatch(raw.text) else UNREADABLE,
     float: _read_number,
     str: _read_text,
     tuple: _read_list,
@@ -376,28 +360,16 @@ _ASSIGNMENT = re.compile(r"(?:--)?([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 _OPTION = re.compile(r"--([A-Za-z_][\w.-]*)")
 
 
-def read_arguments(arguments: Sequence[str], flag_form: Callable[[str], FlagForm]) -> tuple[list[Entry], list[str]]:
-    """Split a command line into entries, in order, and the words that are neither a key nor a value.
-
-    Args:
-        arguments: the words after the program's name.
-        flag_form: how `--key` may stand: alone (it means true, unless true or false follows), with a
-            value, or either way.
-    """
-    entries: list[Entry] = []
-    strays: list[str] = []
-    for words, entry in parts_of(arguments, flag_form):
-        if entry is None:
-            strays += words
-        else:
-            entries.append(entry)
-    return entries, strays
-
-
 def parts_of(
     arguments: Sequence[str], flag_form: Callable[[str], FlagForm]
 ) -> Iterator[tuple[list[str], Entry | None]]:
-    """The words of each entry with the entry; None for a word that belongs to none."""
+    """The parts of a command line: the words of each entry with the entry; None for a word that belongs to none.
+
+    Args:
+        arguments: the words after the program's name.
+        flag_form: how `--key` may stand: alone (it means true, unless true or false follows), with a value, or
+            either way.
+    """
     words = list(arguments)
     while words:
         before, word = list(words), words.pop(0)

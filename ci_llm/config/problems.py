@@ -389,7 +389,9 @@ def find_notices(config: KeysOfEach) -> list[str]:
 
 
 def _doubtful(c: KeysOfEach) -> Iterator[str]:
-    if c.diversity == "none" and c.lambda_sw and _is_meant(c, "lambda_sw", "diversity"):
+    given, usual = c.model_fields_set, type(c).model_fields["lambda_sw"].default
+    is_meant = "lambda_sw" in given and ("diversity" not in given or c.lambda_sw != usual)
+    if c.diversity == "none" and c.lambda_sw and is_meant:
         yield (
             f"lambda_sw {c.lambda_sw:g} has no effect: it is the weight of the diversity term, and diversity is none,"
             " because no tested term made a better crowd (docs/crowd.md); lambda_sw=0 silences this line"
@@ -400,9 +402,3 @@ def _doubtful(c: KeysOfEach) -> Iterator[str]:
         yield f"batch_size {c.batch_size} is never reached: global_batch_size is {c.global_batch_size}"
     if c.num_warmup_steps and c.max_train_steps and c.num_warmup_steps >= c.max_train_steps:
         yield "num_warmup_steps is as long as the run: learning_rate is never reached"
-
-
-def _is_meant(c: KeysOfEach, key: str, by: str) -> bool:
-    """True if `key` was given another value than its default, or any value while `by`, on which it depends, was not."""
-    given = key in c.model_fields_set
-    return given and (by not in c.model_fields_set or getattr(c, key) != type(c).model_fields[key].default)

@@ -35,7 +35,6 @@ Text = Annotated[str, StringConstraints(min_length=1)]
 PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # a file has no shell that expands `~`
 Sources = Annotated[PathText, SEVERAL]
 Weights = Annotated[tuple[Annotated[float, Gt(0)], ...], MinLen(1)]
-Factors = Annotated[tuple[float, ...], MinLen(1)]
 Names = Annotated[tuple[Text, ...], MinLen(1)]
 Numbers = Annotated[tuple[Annotated[int, Ge(0)], ...], MinLen(1)]
 Day = Annotated[str, StringConstraints(pattern=r"^\d{4}-\d\d-\d\d$")]
@@ -294,7 +293,7 @@ class RewardKeys(ObjectiveKeys):
         "what grpo rewards: exact_match, final_number, regex:PATTERN, length, module:function, or a list",
         evaluable=True,
     )
-    reward_weights: Factors | None = exact(
+    reward_weights: Annotated[tuple[float, ...], MinLen(1)] | None = exact(
         None, "weight of each of several rewards; 0: only logged; null: 1 each", evaluable=True
     )
     num_generations: Several = exact(8, "completions of each agent for a prompt, which are compared")

@@ -98,7 +98,8 @@ def _compose(text: str, name: str) -> yaml.Node | None:
 
 
 def _entries(node: yaml.MappingNode, name: str, depth: int = 0) -> list[Entry]:
-    return [Entry(_key_text(key), _raw(value, name, depth), _place(name, key)) for key, value in node.value]
+    keys = ((key.value if isinstance(key, yaml.ScalarNode) else "?", key, value) for key, value in node.value)
+    return [Entry(text, _raw(value, name, depth), _place(name, key)) for text, key, value in keys]
 
 
 def _raw(node: yaml.Node, name: str, depth: int = 0) -> Raw:
@@ -112,10 +113,6 @@ def _raw(node: yaml.Node, name: str, depth: int = 0) -> Raw:
     if isinstance(node, yaml.MappingNode):
         return Mapped(tuple(_entries(node, name, depth + 1)))
     return Items(tuple(_raw(child, name, depth + 1) for child in node.value))
-
-
-def _key_text(node: yaml.Node) -> str:
-    return node.value if isinstance(node, yaml.ScalarNode) else "?"
 
 
 def _place(name: str, node: yaml.Node) -> str:

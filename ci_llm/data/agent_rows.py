@@ -1,8 +1,7 @@
-"""The tokenised rows of each agent: its course, which it trains on, those that score it, and the lengths of all.
+"""The tokenised rows of each agent: those that it trains on, in their order, those that score it, and their lengths.
 
-Agents that train on the same rows in the same order have one course. The agents take their steps together: step s of a
-run is step s of each course, and one with fewer rows begins more epochs. The memory and the time of a step follow from
-the lengths of rows.
+The agents take their steps together: step s of a run is step s of each order, and one of fewer rows begins more epochs.
+The memory and the time of a step follow from the lengths of rows.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def once_each(items: Sequence[T], make: Callable[[T], U]) -> list[U]:
 
 
 @dataclass(frozen=True, eq=False)
-class Course:
+class OrderedRows:
     """Rows to train on, and their order."""
 
     rows: TokenizedRows
@@ -41,21 +40,21 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Courses:
-    """The courses of all agents.
+class TrainingRows:
+    """The rows to train on of all agents.
 
     Attributes:
-        each: the course of every agent; agents that share one have one object.
+        each: those of every agent; agents with the same rows in the same order have one object.
     """
 
-    each: tuple[Course, ...]
+    each: tuple[OrderedRows, ...]
 
     @cached_property
-    def different(self) -> list[tuple[tuple[int, ...], Course]]:
-        """Every course once, with the places of its agents."""
+    def different(self) -> list[tuple[tuple[int, ...], OrderedRows]]:
+        """All different ones, each with the places of its agents."""
         agents: dict[int, list[int]] = {}
-        for k, course in enumerate(self.each):
-            agents.setdefault(id(course), []).append(k)
+        for k, ordered in enumerate(self.each):
+            agents.setdefault(id(ordered), []).append(k)
         return [(tuple(own), self.each[own[0]]) for own in agents.values()]
 
     @property
@@ -65,8 +64,8 @@ class Courses:
 
     @property
     def plans(self) -> list[Plan]:
-        """The order of every different course."""
-        return [course.plan for _, course in self.different]
+        """The order of all different ones."""
+        return [ordered.plan for _, ordered in self.different]
 
     @property
     def steps_per_epoch(self) -> int:
@@ -74,11 +73,11 @@ class Courses:
         return max(plan.steps_per_epoch for plan in self.plans)
 
     def rows_of_step(self, step: int) -> list[int]:
-        """The rows of a 0-based step, one course after the other; a number is one of the course's own data set."""
+        """The rows of a 0-based step, plan after plan; a number counts in the data set of its own plan."""
         return [row for plan in self.plans for row in plan.rows(step)]
 
     def num_rows_of(self, step: int) -> int:
-        """The number of rows that all courses take together."""
+        """The number of rows that all plans take together."""
         return sum(plan.num_rows_of(step) for plan in self.plans)
 
     def epoch(self, step: int) -> float:
@@ -87,7 +86,7 @@ class Courses:
 
     def epochs(self, step: int) -> list[float]:
         """Epochs done by every agent."""
-        return [course.plan.epoch(step) for course in self.each]
+        return [ordered.plan.epoch(step) for ordered in self.each]
 
 
 def fingerprint_of(each: Sequence[TokenizedRows]) -> str:

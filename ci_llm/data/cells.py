@@ -127,7 +127,10 @@ def _message(raw: Any) -> Message:
     if odd := [key for key in others if _OF_TURNS.fullmatch(key) and raw[key] and key not in more]:
         raise ValueError(f"a message has {odd[0]}, and only its text is read here; write it into the content")
     learned = kind != "assistant" or _is_learned(raw, others)
-    return Message(kind, text_of(content), _calls(calls), more, learned)
+    calls = from_json(calls) or []
+    return Message(
+        kind, text_of(content), tuple(map(_call, calls if isinstance(calls, list) else [calls])), more, learned
+    )
 
 
 def _is_learned(raw: RawRow, others: Iterable[str]) -> bool:
@@ -151,13 +154,8 @@ def _is_learned(raw: RawRow, others: Iterable[str]) -> bool:
     return True
 
 
-def _calls(value: Any) -> tuple[Any, ...]:
-    """Calls of tools as chat templates want them: a function with a name and arguments that are not a JSON string."""
-    value = from_json(value) or []
-    return tuple(map(_call, value if isinstance(value, list) else [value]))
-
-
 def _call(raw: Any) -> dict[str, Any]:
+    """A call of a tool as chat templates want it: a function with a name and arguments that are not a JSON string."""
     call = _given(from_json(raw))
     function = _given(call.get("function", call))
     if "name" not in function:

@@ -317,7 +317,6 @@ class _Dialect:
 
 _CHAT: Final = "tools? system=system|system_prompt?"
 _PARTS: Final = f"input? context? history? {_CHAT}"
-_GIVEN: Final = "answer=completion|answer|response|output|chosen"
 _TWO: Final = f"chosen rejected margin? {_CHAT}"
 
 #: All forms, of which the first is taken whose columns are there.

@@ -1,6 +1,6 @@
 """The loader of a run: PyTorch's own, over the micro-batches of every step, for Accelerate to prepare.
 
-    loader, sampler = loader_of(courses, steps, num_processes, micro_batch_size)
+    loader, sampler = loader_of(training_rows, steps, num_processes, micro_batch_size)
     loader = accelerator.prepare(loader)                              # deals each process its micro-batches
     rest = accelerator.skip_first_batches(loader, sampler.before(step))  # after a resume
 
@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from ci_llm.core.memory import unless_out_of_memory
-from ci_llm.data.agent_rows import Courses
+from ci_llm.data.agent_rows import TrainingRows
 from ci_llm.data.batches import MicroBatch, Owned, pack
 from ci_llm.data.encoder import Example
 from ci_llm.interrupts import ignore_signals, worker_context
@@ -47,8 +47,8 @@ class StepSampler(BatchSampler):
     batch_size: Any = None
     drop_last = True
 
-    def __init__(self, courses: Courses, steps: range, num_processes: int, micro_batch_size: int) -> None:
-        self.steps, self._plans = steps, courses.plans
+    def __init__(self, training_rows: TrainingRows, steps: range, num_processes: int, micro_batch_size: int) -> None:
+        self.steps, self._plans = steps, training_rows.plans
         self._num_processes, self._micro_batch_size = num_processes, micro_batch_size
 
     def micro_steps(self, step: int) -> int:
@@ -78,7 +78,7 @@ class Unpacked:
     64 MB, and one file descriptor each.
 
     Attributes:
-        owned: for each course that has rows here its agents, the rows and their numbers.
+        owned: for each `OrderedRows` with rows here its agents, the rows and their numbers.
     """
 
     owned: Sequence[tuple[tuple[int, ...], list[Example], list[int]]]
@@ -97,28 +97,28 @@ class Unpacked:
 class _Places(Dataset[Any]):
     """The rows of micro-batches by their places; what the loader's workers hold."""
 
-    def __init__(self, courses: Courses, num_processes: int, size: int) -> None:
-        self._courses, self._num_processes, self._size = courses.different, num_processes, size
+    def __init__(self, training_rows: TrainingRows, num_processes: int, size: int) -> None:
+        self._rows, self._num_processes, self._size = training_rows.different, num_processes, size
 
     def __getitems__(self, place: Place) -> list[Any]:
         found = []
-        for agents, course in self._courses:
-            if numbers := course.plan.dealt(*place, self._num_processes, self._size):
-                found.append((agents, [course.rows[number] for number in numbers], numbers))
+        for agents, ordered in self._rows:
+            if numbers := ordered.plan.dealt(*place, self._num_processes, self._size):
+                found.append((agents, [ordered.rows[number] for number in numbers], numbers))
         return found
 
 
 def loader_of(
-    courses: Courses, steps: range, num_processes: int, micro_batch_size: int, *, num_workers: int = 0
+    training_rows: TrainingRows, steps: range, num_processes: int, micro_batch_size: int, *, num_workers: int = 0
 ) -> tuple[DataLoader[Any], StepSampler]:
     """The loader of the micro-batches of these steps, and its sampler.
 
     Its workers ignore the signals that stop or save a run, and end with the pass over it. No random number is drawn
     from the global generators.
     """
-    sampler = StepSampler(courses, steps, num_processes, micro_batch_size)
+    sampler = StepSampler(training_rows, steps, num_processes, micro_batch_size)
     loader: DataLoader[Any] = DataLoader(
-        _Places(courses, num_processes, micro_batch_size),
+        _Places(training_rows, num_processes, micro_batch_size),
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=Unpacked,

@@ -81,10 +81,6 @@ class Plan:
     global_batch_size: int
     seed: int
 
-    def __post_init__(self) -> None:
-        if self.num_rows < 1 or self.global_batch_size < 1:
-            raise ValueError(f"a plan needs rows and a batch size of at least 1: {self}")
-
     @property
     def steps_per_epoch(self) -> int:
         return -(-self.num_rows // self.global_batch_size)
@@ -119,14 +115,10 @@ class Plan:
     def _at(self, positions: Sequence[int], epoch: int) -> list[int]:
         return [permute(at, self.num_rows, seed=self.seed, epoch=epoch) for at in positions]
 
-    def samples_seen(self, step: int) -> int:
-        """Rows trained on, all processes together, when `step` optimizer steps are done."""
-        epochs, step_of_epoch = divmod(step, self.steps_per_epoch)
-        return epochs * self.num_rows + step_of_epoch * self.global_batch_size
-
     def epoch(self, step: int) -> float:
         """Epochs done when `step` optimizer steps are done: 0.0 at the start, 1.0 after `steps_per_epoch`."""
-        return self.samples_seen(step) / self.num_rows
+        epochs, step_of_epoch = divmod(step, self.steps_per_epoch)
+        return (epochs * self.num_rows + step_of_epoch * self.global_batch_size) / self.num_rows
 
 
 def share(rows: Sequence[int], process_index: int, num_processes: int, micro_batch_size: int) -> list[list[int]]:

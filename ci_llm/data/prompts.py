@@ -259,6 +259,80 @@ def _no_prompt(prompt: object) -> DataError:
 #: Rows, the names of their columns, and the source -> what is read of each.
 ReadRows = Callable[[Sequence[RawRow], Sequence[str], str], Sequence[Any]]
 
+
+def texts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) -> list[Prompt | tuple[Prompt, str]]:
+    """The text or the messages of each row; or of each its prompt and its answer.
+
+    Raises:
+        DataError: no column is recognised, or a row has no text.
+    """
+    from ci_llm.data.columns import SCORED, first_form
+
+    hint = "name the column text or messages, or two columns prompt and completion"
+    return [*_read_rows(first_form(SCORED, columns), rows, columns, where, "text", hint)]
+
+
+def prompts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) -> list[Prompt]:
+    """The prompt of each row, without its answer.
+
+    Raises:
+        DataError: no column is recognised, or a row has no prompt.
+    """
+    from ci_llm.data.columns import ASKED, first_form
+
+    hint = "name the column prompt, question, instruction, text or messages"
+    return [*_read_rows(first_form(ASKED, columns), rows, columns, where, "prompt", hint)]
+
+
+def _read_rows(
+    form: Form | None, rows: Sequence[RawRow], columns: Sequence[str], where: str, what: str, hint: str
+) -> Iterator[Any]:
+    """What each row holds, as somebody gives it in a call.
+
+    Args:
+        what: what each row has.
+        hint: for columns that have none.
+    """
+    if form is None:
+        raise DataError(f"No column holds a {what}; the columns are: {', '.join(columns)}.", where=where, hint=hint)
+    for number, row in enumerate(rows):
+        place = f"{where}, row {number} (counted from 0)"
+        try:
+            found = form.reader({part: row.get(column) for part, column in form.columns.items()})
+            given = None if found is None else _as_given(found, form)
+        except ValueError as error:
+            raise DataError(f"a row cannot be read: {error}", where=place, hint="repair it") from error
+        if given is None:
+            raise DataError(f"a row has no {what}", where=place, hint="leave it out, or write one")
+        yield given
+
+
+def _as_given(found: Any, form: Form) -> Prompt | tuple[Prompt, str]:
+    """A prompt, or a text; or of a chat its prompt, and the answer that it ends with."""
+    if isinstance(found, Prompted):
+        return _typed(found.row)
+    if "text" in form.columns:
+        return _written(found)
+    *asked, last = found.messages
+    if last != Message("assistant", last.content):
+        raise ValueError("what is scored is a text of the assistant, and the last message is something else")
+    return _typed(replace(found, messages=(*asked,))), last.content
+
+
+def _written(row: Chat | Completion) -> Prompt:
+    """A text, or a chat as its messages."""
+    if isinstance(row, Completion):
+        return row.completion
+    turns = [message.as_turn() for message in row.messages]
+    return {"messages": turns, "tools": [*row.tools]} if row.tools else turns
+
+
+def _typed(row: Chat | Completion) -> Prompt:
+    """A prompt as somebody types it: a single message of a user is a text."""
+    alone = isinstance(row, Chat) and not row.tools and [message.role for message in row.messages] == ["user"]
+    return row.messages[0].content if alone else _written(row)  # type: ignore[union-attr]
+
+
 _JSON_LINES = (".jsonl", ".ndjson")
 
 
@@ -311,81 +385,6 @@ def prompts_of_lines(lines: Iterable[str], where: str, of_rows: ReadRows | None 
             raise DataError(what, where=f"{where}, row {number} (counted from 0)", hint="repair it")
         found.append(row)
     return list((of_rows or prompts_of_rows)(found, list(dict.fromkeys(chain.from_iterable(found))), where))
-
-
-def texts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) -> list[Prompt | tuple[Prompt, str]]:
-    """The text or the messages of each row; or of each its prompt and its answer.
-
-    Raises:
-        DataError: no column is recognised, or a row has no text.
-    """
-    from ci_llm.data.columns import SCORED, first_form
-
-    hint = "name the column text or messages, or two columns prompt and completion"
-    return [*_read_rows(first_form(SCORED, columns), rows, columns, where, "text", hint)]
-
-
-def prompts_of_rows(rows: Sequence[RawRow], columns: Sequence[str], where: str) -> list[Prompt]:
-    """The prompt of each row, without its answer.
-
-    Raises:
-        DataError: no column is recognised, or a row has no prompt.
-    """
-    from ci_llm.data.columns import ASKED, first_form
-
-    hint = "name the column prompt, question, instruction, text or messages"
-    return [*_read_rows(first_form(ASKED, columns), rows, columns, where, "prompt", hint)]
-
-
-def _read_rows(
-    form: Form | None, rows: Sequence[RawRow], columns: Sequence[str], where: str, what: str, hint: str
-) -> Iterator[Any]:
-    """What each row holds, as somebody gives it in a call.
-
-    Args:
-        what: what each row has.
-        hint: for columns that have none.
-    """
-    if form is None:
-        raise DataError(f"No column holds a {what}; the columns are: {', '.join(columns)}.", where=where, hint=hint)
-    for number, row in enumerate(rows):
-        place = f"{where}, row {number} (counted from 0)"
-        try:
-            found = form.reader({part: row.get(column) for part, column in form.columns.items()})
-            given = None if found is None else _as_given(found, form)
-        except ValueError as error:
-            raise DataError(f"a row cannot be read: {error}", where=place, hint="repair it") from error
-        if given is None:
-            raise DataError(f"a row has no {what}", where=place, hint="leave it out, or write one")
-        yield given
-
-
-def _as_given(found: Any, form: Form) -> Prompt | tuple[Prompt, str]:
-    if isinstance(found, Prompted):
-        return _typed(found.row)
-    return _written(found) if "text" in form.columns else _with_answer(found)
-
-
-def _written(row: Chat | Completion) -> Prompt:
-    """A text, or a chat as its messages."""
-    if isinstance(row, Completion):
-        return row.completion
-    turns = [message.as_turn() for message in row.messages]
-    return {"messages": turns, "tools": [*row.tools]} if row.tools else turns
-
-
-def _typed(row: Chat | Completion) -> Prompt:
-    """A prompt as somebody types it: a single message of a user is a text."""
-    alone = isinstance(row, Chat) and not row.tools and [message.role for message in row.messages] == ["user"]
-    return row.messages[0].content if alone else _written(row)  # type: ignore[union-attr]
-
-
-def _with_answer(row: Chat) -> tuple[Prompt, str]:
-    """The prompt of a chat, and the answer that it ends with."""
-    *asked, last = row.messages
-    if last != Message("assistant", last.content):
-        raise ValueError("what is scored is a text of the assistant, and the last message is something else")
-    return _typed(replace(row, messages=(*asked,))), last.content
 
 
 def _object(text: str) -> Mapping[str, Any] | None:

@@ -195,16 +195,10 @@ def load_rows_of_each(config: Config, split: Part) -> list[Rows]:
     each = [(tuple(getattr(own, key) for key in ROWS_KEYS), own) for own in config.rows_of_each]
     for key, own in each:
         if key not in known:
-            known[key] = _rows_of(own, split)
+            opened = [_DataSet.opened(own, name) for name in own.dataset_names]
+            parts = [data.training() if split == "train" else data.evaluation() for data in opened]
+            known[key] = replace(join(parts), are_answers=_are_answers(own, split))
     return [known[key] for key, _ in each]
-
-
-def _rows_of(config: Config, split: Part) -> Rows:
-    """The rows of a configuration without own data sets of agents."""
-    opened = [_DataSet.opened(config, name) for name in config.dataset_names]
-    if split == "train":
-        return join([each.training() for each in opened])
-    return replace(join([each.evaluation() for each in opened]), are_answers=_are_answers(config, split))
 
 
 def recognised(
@@ -224,15 +218,8 @@ def recognised(
         wanted: see `form_of_columns`.
 
     Raises:
-        DataError: it is a stream, it is empty, or no column can be used.
+        DataError: it is empty, or no column can be used.
     """
-    if not hasattr(data, "__len__"):
-        raise DataError(
-            "A streaming data set cannot be trained on: which rows come next depends on shards and a shuffle "
-            "buffer, so an interrupted run could not resume exactly.",
-            where=where,
-            hint="load it without streaming=True",
-        )
     if not len(data):
         raise empty(where)
     form = form_of_columns(data.column_names, named or {}, where, wanted)

@@ -185,10 +185,6 @@ def _opened(path: Path) -> Any:
     return pa.ipc.open_file(pa.memory_map(str(path)))
 
 
-def _default_cache() -> Path:
-    return Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets"), "ci_llm").expanduser()
-
-
 def tokenize(
     rows: Rows,
     tokenizer: PreTrainedTokenizerBase,
@@ -233,7 +229,8 @@ def tokenize(
     content += [*["train_on_prompt"] * train_on_prompt, *["learn_preferred"] * learn_preferred]
     content += [*classes, *([] if pad is None else [pad]), *([chat_date] if encoder.has_clock else [])]
     name = f"{xxhash.xxh3_128_hexdigest(json.dumps(content).encode())}.arrow"
-    path = (cache_folder or _default_cache()) / name
+    usual = Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME, "datasets"), "ci_llm").expanduser()
+    path = (cache_folder or usual) / name
     with main_process_first or nullcontext():
         if not _is_whole(path):
             tally = Tally(max_seq_length, learn_prompt=learn_preferred, classes=(*classes,), pad=pad)

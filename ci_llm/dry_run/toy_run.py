@@ -199,7 +199,7 @@ def diversity(context: CheckContext) -> str:
     trainer = context.trainer
     if not isinstance(trainer.objective, NextToken):
         return f"none: objective {trainer.config.objective}"
-    examples = trainer.courses.each[0].rows
+    examples = trainer.training_rows.each[0].rows
     rows = [examples[number] for number in range(min(2, len(examples)))]
     batch = pack(rows, range(len(rows))).to(trainer.crowd.device)
     kept = trainer.crowd.storage.weights.clone()
@@ -236,7 +236,7 @@ def generation(context: CheckContext) -> str:
     trainer = context.trainer
     if trainer.crowd.settings.outputs:
         return f"none: agents of objective {trainer.config.objective} have heads"
-    examples = trainer.courses.each[0].rows
+    examples = trainer.training_rows.each[0].rows
     asked = [examples[number] for number in range(min(2, len(examples)))]
     starts = [row.prompts[0] if isinstance(row, Unit) else last_answer(row).start for row in asked]
     prompts = [row.input_ids[:start].tolist() for row, start in zip(asked, starts, strict=True)]
@@ -262,9 +262,9 @@ def rewards(context: CheckContext) -> str:
     trainer = context.trainer
     if not isinstance(trainer.objective, GrpoObjective):
         return f"none: objective {trainer.config.objective}"
-    rows = trainer.courses.each[0].rows
+    rows = trainer.training_rows.each[0].rows
     asked = [Owned((0,), pack([rows[0]], [0]))]
-    rollout = trainer.rollouts.of_step(trainer.objective, 0, [asked], trainer.courses)
+    rollout = trainer.rollouts.of_step(trainer.objective, 0, [asked], trainer.training_rows)
     if rollout.failure is not None:
         raise rollout.failure
     return "\n".join(line.strip() for line in rollout.lines(trainer.objective.grpo.num_generations))

@@ -132,7 +132,8 @@ def story(rng: Random, kind: Kind) -> tuple[str, str]:
     lines = []
     for _ in range(rng.choice(kind.steps)):
         if rng.random() < kind.distraction:
-            sentences.append(_distraction(rng, names))
+            text = rng.choice(DISTRACTION)
+            sentences.append(text.format(noise=rng.randint(2, 99), place=rng.choice(PLACES), **names))
         operation, by, result = operate(rng, value, kind.operations)
         sentences.append(rng.choice(kind.verbs[operation]).format(by=by, **names))
         lines.append(f"{value}{operation}{by}={result}")
@@ -146,10 +147,6 @@ def draw_names(rng: Random) -> dict[str, str]:
     name, friend = rng.sample(NAMES, 2)
     things, others = rng.sample(THINGS, 2)
     return {"name": name, "friend": friend, "things": things, "others": others}
-
-
-def _distraction(rng: Random, names: dict[str, str]) -> str:
-    return rng.choice(DISTRACTION).format(noise=rng.randint(2, 99), place=rng.choice(PLACES), **names)
 
 
 def operate(rng: Random, value: int, operations: str) -> tuple[str, int, int]:

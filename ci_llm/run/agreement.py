@@ -38,14 +38,14 @@ def agree_on_gradients(trainer: Trainer, attempt: Attempt, step: int, micro_batc
     rollout = None
     of_run = trainer.objective
     if isinstance(of_run, GrpoObjective):
-        rollout = trainer.rollouts.of_step(of_run, step, micro_batches, trainer.courses)
+        rollout = trainer.rollouts.of_step(of_run, step, micro_batches, trainer.training_rows)
         of_run = rollout.objective
         if rollout.failure is not None:
             save_before_error(trainer, attempt)
             raise rollout.failure
     while True:
         if rollout is None:
-            parts = in_parts(trainer.courses, micro_batches, trainer.micro_batch_size)
+            parts = in_parts(trainer.training_rows, micro_batches, trainer.micro_batch_size)
         else:
             parts = rollout.parts(trainer.micro_batch_size, trainer.state.recovery.parts_of_group)
         objective, complaint = gradients.objective_of_step(trainer, step, parts, of_run)

@@ -288,7 +288,7 @@ class Attempt:
 def _place() -> dict[str, object]:
     """Where an attempt runs, for its record: in which SLURM job, and whether under a supervisor."""
     job = read_job()
-    place: dict[str, object] = dict(job.record()) if job else {}
+    place: dict[str, object] = {"slurm_job": job.id, "slurm_restarts": job.restarts} if job else {}
     return place | {"supervised": True} if SUPERVISED in os.environ else place
 
 

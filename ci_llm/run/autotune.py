@@ -60,7 +60,7 @@ def select_kernels(trainer: Trainer) -> list[str]:
     if trainer.config.kernels == PLAIN:
         return []
     rows = _shortest(longest_micro_batch(trainer))
-    own_rows = trainer.courses.are_own
+    own_rows = trainer.training_rows.are_own
     batch = fixed_batch(trainer.crowd, rows, own_rows=own_rows, key="rows of a trial", most_targets=TARGETS)
     return approve_kernels(trainer.crowd, batch, forward_backward_of(trainer), trainer.processes)
 

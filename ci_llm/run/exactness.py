@@ -162,7 +162,7 @@ def forward_backward_of(trainer: Trainer) -> ForwardBackward:
 
 def longest_micro_batch(trainer: Trainer) -> list[int]:
     """Tokens of each row of the longest micro-batch, by a sample; at most `MOST_TOKENS` in all."""
-    rows = sampled([course.rows for course in trainer.courses.each])
+    rows = sampled([ordered.rows for ordered in trainer.training_rows.each])
     longest = sorted((len(row.input_ids) for row in rows), reverse=True)
     lengths: list[int] = []
     for length in longest[: trainer.micro_batch_size]:
@@ -196,7 +196,7 @@ def fixed_batch(
 
 def layer_pass(trainer: Trainer, lengths: Sequence[int], most_targets: int | None = None) -> Callable[[], str]:
     """What computes `layer_digest` on rows of these lengths, as the run does it."""
-    batch = fixed_batch(trainer.crowd, lengths, own_rows=trainer.courses.are_own, most_targets=most_targets)
+    batch = fixed_batch(trainer.crowd, lengths, own_rows=trainer.training_rows.are_own, most_targets=most_targets)
     return partial(layer_digest, trainer.crowd, batch, forward_backward_of(trainer))
 
 

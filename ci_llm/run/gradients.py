@@ -25,7 +25,7 @@ from torch import Tensor
 from ci_llm.core.determinism import seed_everything
 from ci_llm.core.memory import unless_out_of_memory
 from ci_llm.crowd.objective import Preferences, StepLoss, TrainedObjective
-from ci_llm.data.agent_rows import Course, once_each
+from ci_llm.data.agent_rows import OrderedRows, once_each
 from ci_llm.data.batches import Batch, MicroBatch, Owned, pack
 from ci_llm.data.order import Plan
 from ci_llm.data.tokens import TokenizedRows
@@ -118,9 +118,9 @@ def objective_of_step(
     if not isinstance(objective, Preferences):
         return objective, None
     needs = objective.objective.needs
-    courses = trainer.courses
+    training_rows = trainer.training_rows
     if needs.nll != "none":
-        shares = once_each(courses.each, lambda course: _nll_share(course, step))
+        shares = once_each(training_rows.each, lambda ordered: _nll_share(ordered, step))
         objective = replace(objective, nll_shares=tuple(shares))
     if not needs.mismatched:
         return objective, None
@@ -130,7 +130,7 @@ def objective_of_step(
     verdict = trainer.processes.agree(Ballot(0, [False] * agents, sums, out_of_memory=found is None))
     if verdict.out_of_memory:
         return None, complaint
-    counts = torch.tensor([course.plan.num_rows_of(step) for course in courses.each])
+    counts = torch.tensor([ordered.plan.num_rows_of(step) for ordered in training_rows.each])
     kl = (torch.tensor(verdict.sums, dtype=torch.float64) / counts).clamp(min=0)
     return replace(objective, kl=kl.to(trainer.crowd.device)[:, None]), None
 
@@ -138,9 +138,9 @@ def objective_of_step(
 @torch.no_grad()
 def _differences(trainer: Trainer, step: int, micro_batches: Sequence[MicroBatch]) -> Tensor:
     """[K] fp64 log-probability of this process's mismatched rows by the agents minus that by the base, summed."""
-    crowd, courses, process = trainer.crowd, trainer.courses, trainer.processes.process_index
+    crowd, each, process = trainer.crowd, trainer.training_rows.each, trainer.processes.process_index
     limit, seed = trainer.config.max_seq_length, trainer.config.seed
-    before = once_each(courses.each, lambda course: _rows_before(course.plan, step))
+    before = once_each(each, lambda ordered: _rows_before(ordered.plan, step))
     sums = torch.zeros(crowd.num_agents, dtype=torch.float64, device=crowd.device)
     crowd.train()
     crowd.storage.begin_step(step)
@@ -148,7 +148,7 @@ def _differences(trainer: Trainer, step: int, micro_batches: Sequence[MicroBatch
         crowd.storage.begin_micro_step(step, process, number)
         mixed = []
         for agents, own in batch:
-            rows = _mismatched(own, courses.each[agents[0]].rows, before[agents[0]], limit)
+            rows = _mismatched(own, each[agents[0]].rows, before[agents[0]], limit)
             mixed.append(Owned(agents, rows.to(crowd.device)))
         for part in crowd.passes_of(mixed):
             trainer.heartbeat.tick()
@@ -162,9 +162,9 @@ def _differences(trainer: Trainer, step: int, micro_batches: Sequence[MicroBatch
     return sums
 
 
-def _nll_share(course: Course, step: int) -> float:
+def _nll_share(ordered: OrderedRows, step: int) -> float:
     """See `Evidence.nll_share`."""
-    units = [_unit(course.rows, number) for number in course.plan.rows(step)]
+    units = [_unit(ordered.rows, number) for number in ordered.plan.rows(step)]
     return len(units) / sum(unit.num_learned for unit in units)
 
 

@@ -53,13 +53,13 @@ def train(trainer: Trainer, attempt: Attempt, batches: Batches) -> str | None:
         return stop
     for step, micro_batches in batches:
         attempt.pace.begin_step()
-        known_bad = trainer.state.recovery.is_bad_batch(step, trainer.courses.rows_of_step)
+        known_bad = trainer.state.recovery.is_bad_batch(step, trainer.training_rows.rows_of_step)
         verdict = agree_on_gradients(trainer, attempt, step, [] if known_bad else micro_batches)
         findings = findings_of(verdict, trainer.state, known_bad=known_bad)
         norms = apply_gradients(trainer, step, verdict, findings.left_out)
-        num_rows = trainer.courses.num_rows_of(step)
+        num_rows = trainer.training_rows.num_rows_of(step)
         state = trainer.state.advance(num_rows, findings.tokens, findings.left_out, findings.overflowed)
-        trainer.state = trainer.nonfinite.respond(state, trainer.courses, findings)
+        trainer.state = trainer.nonfinite.respond(state, trainer.training_rows, findings)
         attempt.status.update(step=trainer.state.step)
         attempt.pace.end_step(attempt.manager.last_result)
         trainer.heartbeat.tick()
@@ -81,11 +81,11 @@ def train(trainer: Trainer, attempt: Attempt, batches: Batches) -> str | None:
 
 def steps(trainer: Trainer) -> Batches:
     """(step, this process's micro-batches), from where the state stands to the end of the run."""
-    courses, step, accelerator = trainer.courses, trainer.state.step, trainer.processes.accelerator
-    span = range(step - step % courses.steps_per_epoch, trainer.total_steps)  # from an epoch's start
+    rows, step, accelerator = trainer.training_rows, trainer.state.step, trainer.processes.accelerator
+    span = range(step - step % rows.steps_per_epoch, trainer.total_steps)  # from an epoch's start
     count, size, workers = trainer.processes.num_processes, trainer.micro_batch_size, trainer.config.num_workers
     with any_number_of_workers():
-        loader, sampler = loader_of(courses, span, count, size, num_workers=workers)
+        loader, sampler = loader_of(rows, span, count, size, num_workers=workers)
         trainer.prepare(loader)
         batches = iter(accelerator.skip_first_batches(trainer.prepared.loader, sampler.before(step)))
         batches = chain([*islice(batches, 1)] if workers else [], batches)  # starts them, before the run has threads

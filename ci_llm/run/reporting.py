@@ -63,9 +63,9 @@ def report(trainer: Trainer, attempt: Attempt, verdict: Verdict, findings: Findi
 
 def _rates_and_epochs(trainer: Trainer) -> dict[str, Any]:
     """Epoch, agent-steps and learning rate; of each agent where they differ."""
-    state, courses, agents = trainer.state, trainer.courses, trainer.crowd.agents
+    state, rows, agents = trainer.state, trainer.training_rows, trainer.crowd.agents
     line: dict[str, Any] = {
-        "epoch": courses.epoch(state.step),
+        "epoch": rows.epoch(state.step),
         "agent_steps": state.agent_steps,
         "train/learning_rate": trainer.last_learning_rate,
     }
@@ -73,8 +73,8 @@ def _rates_and_epochs(trainer: Trainer) -> dict[str, Any]:
         for agent in agents:
             factor = state.lr_factor(agent.place)
             line[f"train/{agent.name}/learning_rate"] = agent.learning_rate(state.step - 1, factor)
-    if courses.are_own:
-        epochs = zip(agents, courses.epochs(state.step), strict=True)
+    if rows.are_own:
+        epochs = zip(agents, rows.epochs(state.step), strict=True)
         line |= {f"train/{agent.name}/epoch": epoch for agent, epoch in epochs}
     return line
 
@@ -91,7 +91,7 @@ def call_event(trainer: Trainer, attempt: Attempt, event: Event, **values: Mappi
     """Call the callbacks of an event. If one of them asks for a stop, the next vote tells all processes."""
     if attempt.callbacks:
         step, is_main = trainer.state.step, trainer.processes.is_main_process
-        state = TrainerState(step, trainer.total_steps, trainer.courses.epoch(step), is_main)
+        state = TrainerState(step, trainer.total_steps, trainer.training_rows.epoch(step), is_main)
         with trainer.heartbeat.resting():
             if attempt.callbacks.call_event(event, trainer.config, state, values) and not trainer.is_finished:
                 attempt.interrupts.request_stop(STOPPED_BY_CALLBACK)
@@ -107,7 +107,7 @@ def contents_of(
     """
     state = trainer.state
     info = {  # the position, and what a resume compares
-        "epoch": trainer.courses.epoch(state.step),
+        "epoch": trainer.training_rows.epoch(state.step),
         "position": state.samples_seen,
         "fingerprints": trainer.description.fingerprints,
         "surroundings": surroundings(trainer, attempt),
@@ -141,7 +141,7 @@ def position(trainer: Trainer, losses: Sequence[float] = ()) -> Position:
     """The position of the run; `losses` are of the step just taken."""
     state = trainer.state
     rate = trainer.last_learning_rate if state.step else None
-    done = state.tokens_seen, trainer.courses.epoch(state.step)
+    done = state.tokens_seen, trainer.training_rows.epoch(state.step)
     return Position(state.step, trainer.total_steps, losses, *done, rate, state.names)
 
 
@@ -149,7 +149,7 @@ def outlook(trainer: Trainer) -> Iterator[str]:
     """Lines about what a step consists of, how long the run is, and how its crowd will change."""
     steps, rows, processes = trainer.total_steps, trainer.state.rows_per_step, trainer.processes.num_processes
     passes = math.ceil(rows / processes / trainer.micro_batch_size)
-    epochs = ", ".join(f"{plan.epoch(steps):.3g}" for plan in trainer.courses.plans)
+    epochs = ", ".join(f"{plan.epoch(steps):.3g}" for plan in trainer.training_rows.plans)
     of_each = " of each agent" if "," in epochs else ""
     yield (
         f"batch     {count(rows, 'row')} per step{of_each}: {processes} process(es)"

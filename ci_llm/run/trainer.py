@@ -21,7 +21,6 @@ from accelerate.utils import DistributedType, model_has_dtensor
 from torch import nn
 from torch.utils import deterministic
 
-from ci_llm.agents.agent import courses_of
 from ci_llm.base.load import Base
 from ci_llm.base.targets import absent_targets
 from ci_llm.config import Config, as_typed
@@ -31,7 +30,7 @@ from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.importing import load_initial_adapters, require_distinct_agents
 from ci_llm.crowd.objective import TrainedObjective, objective_of
 from ci_llm.crowd.rewarding import Drawer
-from ci_llm.data.agent_rows import Courses, EvaluationRows
+from ci_llm.data.agent_rows import EvaluationRows, TrainingRows
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.sources import row_kind
 from ci_llm.distributed.precision import slow_bf16
@@ -110,9 +109,9 @@ class Trainer:
         return found.optimizer if isinstance(found, AcceleratedOptimizer) else found
 
     @property
-    def courses(self) -> Courses:
+    def training_rows(self) -> TrainingRows:
         """The rows of the agents that stand in the crowd now; `loaded.rows` has the rows of all agents."""
-        return courses_of(self.crowd.agents)
+        return TrainingRows(tuple(agent.training.rows for agent in self.crowd.agents))
 
     @property
     def present_config(self) -> Config:

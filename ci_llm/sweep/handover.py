@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from ci_llm.checkpoints.checkpoint import Checkpoint, decode, write_checkpoint
 from ci_llm.checkpoints.layout import find_checkpoint, step_folder
@@ -31,12 +31,12 @@ _SIZES: Final = "parameters_per_agent"
 #: is not a list holds for every agent of its checkpoint; an empty list stays empty.
 _PER_AGENT: Final = (f"{META}.agents", f"{META}.lora.agents", f"{META}.{_SIZES}", "train_state.agents")
 
-#: One agent of a checkpoint that was read and verified: the checkpoint, and the number of the agent there.
-SavedAgent: TypeAlias = "tuple[Checkpoint, int]"
 
-
-def gather_agents(agents: Sequence[SavedAgent]) -> dict[str, Any]:
+def gather_agents(agents: Sequence[tuple[Checkpoint, int]]) -> dict[str, Any]:
     """A state with these agents, numbered in their order; what is of no agent is that of the first checkpoint.
+
+    Args:
+        agents: for each the checkpoint, read and verified, and its number there.
 
     Returns:
         a new state; its tensors are those of the checkpoints.
@@ -44,7 +44,12 @@ def gather_agents(agents: Sequence[SavedAgent]) -> dict[str, Any]:
     Raises:
         ForeignCheckpoint: the checkpoints are of different steps, or an agent is not in its checkpoint.
     """
-    _require_one_step([checkpoint for checkpoint, _ in agents])
+    steps = {checkpoint.manifest.step for checkpoint, _ in agents}
+    if len(steps) > 1:
+        folders = ", ".join(dict.fromkeys(str(checkpoint.folder) for checkpoint, _ in agents))
+        raise ForeignCheckpoint(
+            f"agents of different steps cannot train together: {', '.join(map(str, sorted(steps)))}", where=folders
+        )
     files = [_files_of(checkpoint, number, place) for place, (checkpoint, number) in enumerate(agents)]
     state = {
         key: _picked(key, value, [(checkpoint.state.get(key), number) for checkpoint, number in agents])
@@ -89,18 +94,6 @@ def _picked(path: str, first: Any, sources: Sequence[tuple[Any, int]]) -> Any:
     return result | {f"agent{place}": tree[name] for place, (tree, name) in own if name in tree}
 
 
-def _require_one_step(checkpoints: Sequence[Checkpoint]) -> None:
-    steps = {each.manifest.step for each in checkpoints}
-    if len(steps) > 1:
-        folders = ", ".join(dict.fromkeys(str(each.folder) for each in checkpoints))
-        raise ForeignCheckpoint(
-            f"agents of different steps cannot train together: {', '.join(map(str, sorted(steps)))}", where=folders
-        )
-
-
-_FROM_A_RUN: Final = frozenset({"README.md"})
-
-
 def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) -> Path:
     """Commit the first checkpoint of a segment, unless it exists.
 
@@ -129,9 +122,12 @@ def hand_over(sources: Sequence[tuple[Path, int]], config: Config, step: int) ->
     by_rows = filter(config.is_open, Config.model_fields)
     settled = (*BY_MACHINE, *FOUND, *by_rows)
     config = config.model_copy(update={key: getattr(before, key) for key in settled})  # what auto was for them
-    state = {key: value for key, value in gather_agents(agents).items() if key not in _FROM_A_RUN}
+    state = {key: value for key, value in gather_agents(agents).items() if key != "README.md"}
+    meta = state[META]
+    if len({*meta[_SIZES]}) == 1:
+        meta = {**meta, _SIZES: meta[_SIZES][0]}
     state |= {
-        META: _meta(state[META], len(agents)),
+        META: {**meta, "num_agents": len(agents), "lora": {**meta["lora"], "num_agents": len(agents)}},
         "train_state": _train_state(state["train_state"], [checkpoint for checkpoint, _ in agents]),
         "config.yaml": config.dump().encode(),
         "trackers": {},
@@ -153,13 +149,6 @@ def _last(folder: Path, step: int) -> Checkpoint:
             hint="segments of a sweep are needed until it is complete; experiment_name=NAME begins a new one",
         )
     return decode(store.read(step))
-
-
-def _meta(meta: Mapping[str, Any], count: int) -> dict[str, Any]:
-    sizes = meta[_SIZES]
-    return {**meta, "num_agents": count, _SIZES: sizes if len({*sizes}) > 1 else sizes[0]} | {
-        "lora": {**meta["lora"], "num_agents": count}
-    }
 
 
 def _train_state(values: Mapping[str, Any], checkpoints: Sequence[Checkpoint]) -> dict[str, Any]:

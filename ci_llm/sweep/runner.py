@@ -41,7 +41,7 @@ from ci_llm.run.start.cost_model import USABLE, Untraceable, lengths_of, trace_l
 from ci_llm.run.start.loading import Loaded, choice_by_test_rows, load, steps_of
 from ci_llm.run.step.callbacks import Callbacks
 from ci_llm.sweep.successive_halving import HalvingPlan, Trial, describe_boundary
-from ci_llm.sweep.sweep import Pack, Sweep, known_record, plan_of, read_record
+from ci_llm.sweep.sweep import Sweep, known_record, plan_of, read_record
 
 #: Trials of a pack where nothing can be estimated.
 CAUTIOUS: Final = 4
@@ -108,7 +108,7 @@ def described(plan: HalvingPlan, reading: SweepReading) -> Iterator[str]:
     if wanted is not None:
         yield f"trials={wanted} asks for more trials than the spaces have settings: they have only {plan.trials}"
     parts = plan.segment_steps
-    runs = plan.agent_steps / plan.steps[-1]
+    runs = sum(trials * steps for trials, steps in parts) / plan.steps[-1]
     steps = sum(steps for _, steps in parts)
     yield (
         f"{count(len(parts), 'segment')} of at most {count(plan.per_pass, 'trial')}, {count(steps, 'step')}:"
@@ -269,8 +269,11 @@ class SweepRunner:
         while (pack := sweep.ask()) is not None:
             if pack.rung and all(segment.rung < pack.rung for segment in sweep.standings.segments if segment.is_over):
                 self._say_boundary(sweep, pack.rung - 1)
-            self._say(_head(pack, sweep))
             done, first = _steps_done(sweep), sweep.standings.plan.first_step(pack.rung)
+            ends = sweep.standings.plan.steps
+            ids = ", ".join(str(trial.id) for trial in pack.trials)
+            span = f"rung {pack.rung + 1} of {len(ends)}, steps {first} to {ends[pack.rung]} of {ends[-1]}"
+            self._say(f"sweep     segment {pack.number}, {span}: trials {ids}")
             follow = Callbacks([_Follow(attempt.status, done - first)])
             try:
                 with opened(processes, pack.config, self._interrupts, sources=sources, callbacks=follow) as segment:
@@ -324,13 +327,6 @@ def _steps_done(sweep: Sweep) -> int:
     plan = sweep.standings.plan
     over = [segment.rung for segment in sweep.standings.segments if segment.is_over]
     return sum(plan.steps[rung] - plan.first_step(rung) for rung in over)
-
-
-def _head(pack: Pack, sweep: Sweep) -> str:
-    plan = sweep.standings.plan
-    ids = ", ".join(str(trial.id) for trial in pack.trials)
-    span = f"steps {plan.first_step(pack.rung)} to {plan.steps[pack.rung]} of {plan.steps[-1]}"
-    return f"sweep     segment {pack.number}, rung {pack.rung + 1} of {len(plan.steps)}, {span}: trials {ids}"
 
 
 def known_sweep(reading: SweepReading) -> Sweep | None:

@@ -31,7 +31,9 @@ def new_settings(
         metric: the metric of their scores.
     """
     if sampler == "grid":
-        return list(itertools.islice(_grid(spaces), len(trials), len(trials) + count))
+        listed = [space.values for space in spaces.values() if isinstance(space, Choices)]
+        every = (dict(zip(spaces, values, strict=True)) for values in itertools.product(*listed))
+        return list(itertools.islice(every, len(trials), len(trials) + count))
     draws = _tpe(spaces, seed, trials, metric) if sampler == "tpe" else _random(spaces, seed, len(trials))
     known = [trial.settings for trial in trials]
     found: list[Settings] = []
@@ -41,11 +43,6 @@ def new_settings(
         if settings not in known and settings not in found:
             found.append(settings)
     return found
-
-
-def _grid(spaces: Mapping[str, Space]) -> Iterator[Settings]:
-    listed = [space.values for space in spaces.values() if isinstance(space, Choices)]
-    return (dict(zip(spaces, values, strict=True)) for values in itertools.product(*listed))
 
 
 def _random(spaces: Mapping[str, Space], seed: int, number: int) -> Iterator[Settings]:

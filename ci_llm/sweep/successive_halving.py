@@ -107,11 +107,6 @@ class HalvingPlan:
         return self.steps[rung - 1] if rung else 0
 
     @property
-    def agent_steps(self) -> int:
-        """Optimizer steps of all trials together, if none fails."""
-        return sum(self.places(rung) * (end - self.first_step(rung)) for rung, end in enumerate(self.steps))
-
-    @property
     def segment_steps(self) -> list[tuple[int, int]]:
         """(trials, steps) of every segment, if no trial fails."""
         parts = []

@@ -147,44 +147,24 @@ def test_a_killed_conversion_leaves_nothing_that_counts(
     assert not draft.exists(), "nobody else would remove it"
 
 
-def _torn(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def _foreign(file: Path) -> None:
-    file.write_bytes(b"PK\x03\x04" * 1000)
-
-
-def _gone(file: Path) -> None:
-    file.unlink()
-
-
-def _of_another_architecture(file: Path) -> None:
-    write_gguf(file, general="mamba9")
-
-
-def _without_tokenizer(file: Path) -> None:
-    write_gguf(file, leave_out="tokenizer")
-
-
-def _without_a_layer(file: Path) -> None:
-    write_gguf(file, leave_out="blk.1.ffn_down")
-
-
-DAMAGE = {
-    _torn: "its tensors end at byte",
-    _foreign: "not a GGUF file",
-    _gone: "No such file",
-    _of_another_architecture: "architecture mamba9 is not supported",
-    _without_tokenizer: "it has no tokenizer",
-    _without_a_layer: "1 weights are missing or of another shape, the first is model.layers.1.mlp.down_proj.weight",
+#: What becomes of a file, and what is said of it.
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "torn": (lambda file: file.write_bytes(file.read_bytes()[:-100]), "its tensors end at byte"),
+    "foreign": (lambda file: file.write_bytes(b"PK\x03\x04" * 1000), "not a GGUF file"),
+    "gone": (lambda file: file.unlink(), "No such file"),
+    "architecture": (lambda file: write_gguf(file, general="mamba9"), "architecture mamba9 is not supported"),
+    "no tokenizer": (lambda file: write_gguf(file, leave_out="tokenizer"), "it has no tokenizer"),
+    "no layer": (
+        lambda file: write_gguf(file, leave_out="blk.1.ffn_down"),
+        "1 weights are missing or of another shape, the first is model.layers.1.mlp.down_proj.weight",
+    ),
 }
 
 
 @pytest.mark.fast_cases(2)
-@pytest.mark.parametrize(("damage", "what"), DAMAGE.items(), ids=[one.__name__ for one in DAMAGE])
+@pytest.mark.parametrize(("damage", "what"), DAMAGE.values(), ids=DAMAGE)
 def test_a_path_that_is_not_a_base_is_one_message(
-    damage: Callable[[Path], None], what: str, tmp_path: Path, cache: Path
+    damage: Callable[[Path], object], what: str, tmp_path: Path, cache: Path
 ) -> None:
     write_gguf(file := tmp_path / "tiny.gguf")
     damage(file)

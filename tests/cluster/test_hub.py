@@ -49,7 +49,6 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> str:
         ("/nowhere/model", False),
         ("data/*.jsonl", False),
         ("rows.ndjson", False),
-        ("rows.txt", False),
         ("a/b/c", False),
         (str(ROOT), False),
     ],

@@ -68,7 +68,6 @@ def test_lists_and_mappings_give_agents_their_own_settings(arguments: list[str],
 def test_a_list_of_names_is_still_one_value() -> None:
     config = load_config(None, ["lora_target_modules=[q_proj,v_proj]"])
     assert (config.lora_target_modules, config.agents, config.num_agents) == (("q_proj", "v_proj"), (), 4)
-    assert load_config(None, ["dataset_name=[a.jsonl,b.jsonl]"]).dataset_names == ("a.jsonl", "b.jsonl")
 
 
 def test_the_file_takes_both_forms(tmp_path: Path) -> None:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from ci_llm.data.batches import pack, padded
+from ci_llm.data.encoder import Example
 
 
-@dataclass(frozen=True)
-class Row:
-    input_ids: np.ndarray[Any, Any]
-    supervised: np.ndarray[Any, Any]
-
-
-def row(input_ids: list[int], supervised: list[int]) -> Row:
-    return Row(np.array(input_ids, np.int32), np.array(supervised, bool))
+def row(input_ids: list[int], supervised: list[int]) -> Example:
+    return Example(np.array(input_ids, np.int32), np.array(supervised, bool))
 
 
 class Rows:
@@ -28,12 +20,12 @@ class Rows:
     def __len__(self) -> int:
         return 50
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> Example:
         generator = np.random.default_rng(number)
         length = int(generator.integers(2, 30))
         supervised = generator.random(length) < 0.5
         supervised[0] = False
-        return Row(generator.integers(0, 99, length).astype(np.int32), supervised)
+        return Example(generator.integers(0, 99, length).astype(np.int32), supervised)
 
 
 def test_packing_by_hand() -> None:
@@ -60,7 +52,7 @@ def test_targets_are_the_tokens_after_their_positions() -> None:
 
 
 @pytest.mark.parametrize("rows", [[], [row([], [])], [row([1, 2], [1, 0])]])
-def test_rows_that_cannot_be_packed_are_refused(rows: list[Row]) -> None:
+def test_rows_that_cannot_be_packed_are_refused(rows: list[Example]) -> None:
     with pytest.raises(ValueError, match="first token is not a target"):
         pack(rows, range(len(rows)))
 

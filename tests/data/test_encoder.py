@@ -241,12 +241,6 @@ def test_calls_of_tools_are_learned_where_the_template_shows_them() -> None:
     assert learned(Encoder(marked).encode(CALLING), marked) == [called, "two<|im_end|>"]
 
 
-@pytest.mark.parametrize("template", [None, CHATML, CHATML_MARKED])
-def test_a_template_that_hides_calls_of_tools_is_refused(template: str | None) -> None:
-    with pytest.raises(RefusedRowError, match="leaves out the calls of tools"):
-        Encoder(byte_tokenizer(template)).encode(CALLING)
-
-
 def test_prompts_are_learned_on_request() -> None:
     tokenizer = byte_tokenizer(CHATML)
     encoder = Encoder(tokenizer, train_on_prompt=True)
@@ -261,8 +255,6 @@ def test_tokens_are_learned_as_their_labels_say() -> None:
     encoder = Encoder(byte_tokenizer())
     assert encoder.encode(Tokens((5, 6, 7))).supervised.tolist() == [False, True, True]
     assert encoder.encode(Tokens((5, 6, 7), (-100, -100, 7))).supervised.tolist() == [False, False, True]
-    with pytest.raises(RefusedRowError, match="token id 99999 is none of the tokenizer's 260"):
-        encoder.encode(Tokens((5, 99999)))
 
 
 @pytest.mark.parametrize(

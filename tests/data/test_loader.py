@@ -16,7 +16,7 @@ import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from torch import Tensor
 
-from ci_llm.data.agent_rows import Course, Courses
+from ci_llm.data.agent_rows import OrderedRows, TrainingRows
 from ci_llm.data.batches import Batch, MicroBatch, num_units
 from ci_llm.data.loader import any_number_of_workers, loader_of
 from ci_llm.data.order import Plan
@@ -35,10 +35,10 @@ def start(
 ) -> Generator[tuple[int, list[Any]], None, None]:
     """(step, micro-batches) from step `first` on, of a loader that begins at step 0, as a run takes them."""
     rows: Any = Rows()
-    courses = Courses(tuple(Course(rows, plan) for plan in plans or [Plan(50, 8, seed=3)]))
+    training_rows = TrainingRows(tuple(OrderedRows(rows, plan) for plan in plans or [Plan(50, 8, seed=3)]))
     how = {"num_processes": num_processes, "micro_batch_size": micro_batch_size, "num_workers": num_workers}
     with any_number_of_workers():
-        loader, sampler = loader_of(courses, range(last), **how)
+        loader, sampler = loader_of(training_rows, range(last), **how)
         mine: Any = prepare_data_loader(
             loader, torch.device("cpu"), num_processes, process_index, put_on_device=True, even_batches=False,
             rng_types=[],
@@ -87,16 +87,6 @@ def test_workers_change_nothing() -> None:
     assert_same(steps(2, 12, num_workers=2), steps(2, 12))
     cores = len(os.sched_getaffinity(0))
     assert_same(steps(2, 4, num_workers=cores + 1), steps(2, 4))  # torch would warn, and a warning is an error here
-
-
-@pytest.mark.parametrize("num_processes", [1, 2, 3, 7])
-def test_the_samples_of_a_step_do_not_depend_on_processes_or_micro_batches(num_processes: int) -> None:
-    plan = Plan(50, 8, seed=3)
-    taken: dict[int, list[int]] = {}
-    for index in range(num_processes):
-        for step, batches in steps(0, 7, process_index=index, num_processes=num_processes, micro_batch_size=2):
-            taken.setdefault(step, []).extend(number for batch in batches for number in batch.sample_ids)
-    assert {step: sorted(rows) for step, rows in taken.items()} == {step: sorted(plan.rows(step)) for step in range(7)}
 
 
 def test_a_process_without_rows_still_hears_of_the_step() -> None:
@@ -167,19 +157,21 @@ def test_agents_whose_epoch_ends_have_fewer_micro_batches() -> None:
 
 def test_agents_that_train_on_the_same_rows_read_one_batch() -> None:
     rows: Any = Rows()
-    common, other = Course(rows, Plan(50, 8, seed=3)), Course(rows, Plan(50, 8, seed=4))
-    loader, _ = loader_of(Courses((common, other, common)), range(1), 1, 8)
+    common, other = OrderedRows(rows, Plan(50, 8, seed=3)), OrderedRows(rows, Plan(50, 8, seed=4))
+    loader, _ = loader_of(TrainingRows((common, other, common)), range(1), 1, 8)
     (micro_batch,) = [unpacked.to("cpu") for unpacked in loader]
     assert [own.agents for own in micro_batch] == [(0, 2), (1,)]
 
 
-def test_agents_take_the_same_rows_on_any_number_of_processes() -> None:
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 7])
+def test_agents_take_the_same_rows_on_any_number_of_processes(num_processes: int) -> None:
     taken: dict[tuple[int, int], list[int]] = {}
-    for index in range(3):
-        for step, batches in steps_of_agents(0, 4, process_index=index, num_processes=3, micro_batch_size=2):
+    for index in range(num_processes):
+        how = {"process_index": index, "num_processes": num_processes, "micro_batch_size": 2}
+        for step, batches in steps_of_agents(0, 7, **how):
             for batch in batches:
                 for (k,), own in batch:
                     taken.setdefault((k, step), []).extend(own.sample_ids)
     assert {place: sorted(rows) for place, rows in taken.items()} == {
-        (k, step): sorted(plan.rows(step)) for k, plan in enumerate(PLANS) for step in range(4)
+        (k, step): sorted(plan.rows(step)) for k, plan in enumerate(PLANS) for step in range(7)
     }

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ci_llm.data import order
-from ci_llm.data.agent_rows import Course, Courses
+from ci_llm.data.agent_rows import OrderedRows, TrainingRows
 from ci_llm.data.order import Plan, permute, share
 
 steady = settings(derandomize=True)
@@ -65,12 +65,6 @@ def test_a_position_outside_is_refused(position: int) -> None:
         permute(position, 5, seed=0, epoch=0)
 
 
-@pytest.mark.parametrize(("num_rows", "global_batch_size"), [(0, 4), (4, 0)])
-def test_an_empty_plan_is_refused(num_rows: int, global_batch_size: int) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        Plan(num_rows, global_batch_size, seed=0)
-
-
 @steady
 @given(num_rows=st.integers(1, 80), global_batch_size=st.integers(1, 90), seed=SEEDS)
 def test_an_epoch_holds_every_row_once_and_its_last_step_the_rest(
@@ -88,10 +82,9 @@ def test_an_epoch_holds_every_row_once_and_its_last_step_the_rest(
 @pytest.mark.slow
 @steady
 @given(num_rows=st.integers(1, 80), global_batch_size=st.integers(1, 90), step=st.integers(0, 60))
-def test_samples_seen_counts_the_rows_of_the_steps(num_rows: int, global_batch_size: int, step: int) -> None:
+def test_an_epoch_is_done_as_far_as_its_rows_were_in_steps(num_rows: int, global_batch_size: int, step: int) -> None:
     plan = Plan(num_rows, global_batch_size, seed=1)
-    assert plan.samples_seen(step) == sum(len(plan.rows(before)) for before in range(step))
-    assert plan.epoch(step) == plan.samples_seen(step) / num_rows
+    assert plan.epoch(step) == sum(len(plan.rows(before)) for before in range(step)) / num_rows
 
 
 def test_epochs_start_at_whole_numbers() -> None:
@@ -141,16 +134,16 @@ def test_a_process_finds_only_its_own_rows_and_counting_finds_none(monkeypatch: 
 
 
 def test_agents_take_steps_together_and_have_epochs_of_their_own() -> None:
-    courses = of_plans(Plan(10, 4, seed=1), Plan(7, 4, seed=1), Plan(10, 4, seed=2))
+    rows = of_plans(Plan(10, 4, seed=1), Plan(7, 4, seed=1), Plan(10, 4, seed=2))
     for step in range(12):
-        assert courses.rows_of_step(step) == [row for plan in courses.plans for row in plan.rows(step)]
-        assert courses.num_rows_of(step) == len(courses.rows_of_step(step))
-    assert courses.steps_per_epoch == 3
-    assert courses.epochs(4) == [1.4, 2.0, 1.4]
-    assert courses.epoch(4) == 1.4
-    assert courses.plans[0].rows(0) != courses.plans[2].rows(0)
+        assert rows.rows_of_step(step) == [row for plan in rows.plans for row in plan.rows(step)]
+        assert rows.num_rows_of(step) == len(rows.rows_of_step(step))
+    assert rows.steps_per_epoch == 3
+    assert rows.epochs(4) == [1.4, 2.0, 1.4]
+    assert rows.epoch(4) == 1.4
+    assert rows.plans[0].rows(0) != rows.plans[2].rows(0)
 
 
-def of_plans(*plans: Plan) -> Courses:
+def of_plans(*plans: Plan) -> TrainingRows:
     rows: Any = None
-    return Courses(tuple(Course(rows, plan) for plan in plans))
+    return TrainingRows(tuple(OrderedRows(rows, plan) for plan in plans))

@@ -46,7 +46,6 @@ EXPECTED = [chat(row["question"], row["answer"]) for row in ROWS]
 TURNS = USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 
 FORMS: dict[str, tuple[dict[str, Any], Chat | Completion | None]] = {
-    "messages first": ({"messages": [USER, ASSISTANT], "text": "x"}, chat("hi", "yes")),
     "messages without an answer": ({"messages": [USER]}, None),
     "prompt + completion after a talk": (
         {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]},
@@ -64,7 +63,6 @@ FORMS: dict[str, tuple[dict[str, Any], Chat | Completion | None]] = {
         {"context": "c", "question": "q", "answers": {"text": [], "answer_start": []}},
         None,
     ),
-    "blank text": ({"text": " \n"}, None),
 }
 
 
@@ -100,10 +98,6 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "tools": (
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"f": 1}]}]},
         "expected a call of a tool with a name, found",
-    ),
-    "picture": (
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        "a message has parts of the types image",
     ),
     "not text": ({"text": {"a": 1}}, "expected text, found dict"),
     "answers": ({"context": "c", "question": "q", "answers": {"text": "a"}}, "answers.text to be a list"),
@@ -239,11 +233,6 @@ def test_a_value_of_a_json_file_keeps_its_own_type(kind: str, tmp_path: Path) ->
         }
         (tmp_path / name).write_text(text[kind])
     assert _answers(tmp_path / name) == [text for text in VALUES.values() for _ in range(3)]
-
-
-def test_texts_that_are_all_dates_are_texts(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"question": "when", "answer": "2024-01-01"}\n' * 2)
-    assert _answers(tmp_path / "a.jsonl") == ["2024-01-01"] * 2
 
 
 def test_a_column_may_begin_late(tmp_path: Path) -> None:
@@ -565,11 +554,6 @@ def test_an_unknown_split_to_evaluate_on_is_named() -> None:
     assert "eval_split" in str(caught.value.where)
 
 
-def test_streams_are_refused_with_the_reason() -> None:
-    with pytest.raises(DataError, match="could not resume exactly"):
-        recognised(Dataset.from_list(ROWS).to_iterable_dataset(), "a stream")
-
-
 def test_a_subset_is_not_used_for_a_local_data_set_and_noted(tmp_path: Path) -> None:
     rows = load_rows(Config(**_write("text\nx\ny\n", "a.csv")(tmp_path), dataset_subset="main"), "train")
     assert any("dataset_subset main" in line for line in rows.description)
@@ -607,10 +591,9 @@ def test_a_path_that_is_written_in_another_way_names_the_same_rows(
         assert load_rows(Config(dataset_name=other, eval_dataset_name=name), "eval").trained_on == "all"
 
 
-@pytest.mark.parametrize("size", [40, 1000])
-def test_a_val_set_size_that_leaves_no_row_is_refused(size: int, tmp_path: Path) -> None:
-    config = Config(dataset_name=_numbered(40, tmp_path), val_set_size=size)
-    with pytest.raises(DataError, match=f"val_set_size {size} leaves no row to train on: there are 40"):
+def test_a_val_set_size_that_leaves_no_row_is_refused(tmp_path: Path) -> None:
+    config = Config(dataset_name=_numbered(40, tmp_path), val_set_size=40)
+    with pytest.raises(DataError, match="val_set_size 40 leaves no row to train on: there are 40"):
         load_rows(config, "train")
 
 
@@ -745,7 +728,7 @@ def test_a_word_inside_a_name_is_a_split_only_beside_rows_to_train_on(tmp_path: 
         ("train.jsonl", "testing.jsonl"),
         ("training.jsonl", "Test_v2.jsonl"),
         ("my-Training.jsonl", "my-evaluation.jsonl"),
-        ("Train/a.jsonl", "TEST/a.jsonl"),
+        ("deep/data/Train/a.jsonl", "deep/data/TEST/a.jsonl"),
         ("train1.jsonl", "test2.jsonl"),
         ("data.jsonl", "Testing.jsonl"),
     ],

@@ -173,10 +173,11 @@ def test_other_tokens_have_another_path_and_fingerprint(tokenised: Tokenised, tm
         tokenised(limit=40),
         tokenised(limit=41),
         tokenised(ROWS[::-1], limit=40),
+        tokenised(limit=40, train_on_prompt=True),
         tokenize(rows(), other, max_seq_length=40, cache_folder=tmp_path),
         tokenize(rows(), special, max_seq_length=40, cache_folder=tmp_path),
     ]
-    assert len({found.path for found in made}) == len({found.fingerprint for found in made}) == 5
+    assert len({found.path for found in made}) == len({found.fingerprint for found in made}) == 6
 
 
 def test_tokens_go_to_the_disk_while_rows_are_read(
@@ -399,13 +400,6 @@ print(row.input_ids.tolist(), row.supervised.tolist(), "pandas" in sys.modules)
     assert done.stdout.strip() == f"{found[1].input_ids.tolist()} {found[1].supervised.tolist()} False"
 
 
-def test_prompts_that_are_learned_are_other_tokens(tokenised: Tokenised) -> None:
-    answers = tokenised()
-    whole = tokenised(train_on_prompt=True)
-    assert whole.path != answers.path
-    assert all(example.supervised[1:].all() for example in whole)
-
-
 TEXTS = [{"text": "once upon a time " * 12}, {"text": "two"}, {"text": "Ann has 3 pens and buys 4. " * 7}]
 
 
@@ -446,11 +440,3 @@ def test_the_last_block_is_never_a_token_alone(extra: int, tokenised: Tokenised)
     found = tokenised(text, limit=16)
     assert len(found) == -(-(length(whole[0]) - 1) // 15)
     assert found.facts.targets == whole.facts.targets
-
-
-def test_other_long_rows_are_cut_with_a_message(tokenised: Tokenised) -> None:
-    chats = [{"question": "What?", "answer": row["text"]} for row in TEXTS]
-    whole, cut = (tokenised(chats, limit=limit) for limit in (500, 40))
-    assert [length(example) for example in cut] == [min(40, length(example)) for example in whole]
-    (told,) = cut.facts.warnings
-    assert f"{cut.facts.cut} rows cut at max_seq_length 40: {whole.facts.tokens - cut.facts.tokens} of" in told

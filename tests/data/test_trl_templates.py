@@ -253,7 +253,6 @@ def test_the_prompt_of_generation_is_what_training_saw_before_the_last_answer(na
                 add_generation_prompt=True,
             )
             assert tokenizer.decode(seen).startswith(asked), shape
-    assert example.input_ids[last_answer(example).stop - 1] in Prompter(tokenizer).ends
 
 
 @pytest.mark.fast_cases(1)

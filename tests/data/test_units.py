@@ -14,7 +14,7 @@ from ci_llm.config import Config
 from ci_llm.data.agent_rows import Lengths
 from ci_llm.data.batches import pack
 from ci_llm.data.encoder import Example
-from ci_llm.data.rows import Chat, Completion, Message, Pair, Rated
+from ci_llm.data.rows import Chat, Completion, Message, Pair
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import TokenizedRows, tokenize
 from ci_llm.data.units import Unit, unit_of
@@ -51,11 +51,6 @@ def chats_of(pair: Any) -> tuple[Chat, Chat]:
     return pair.chosen, pair.rejected
 
 
-def test_texts_are_pairs_whose_prompt_no_template_touches(tmp_path: Path) -> None:
-    (pair,) = rows_of(tmp_path, TEXTS)
-    assert pair == Pair(Completion("2 + 2?\n", "4"), Completion("2 + 2?\n", "five"))
-
-
 @pytest.mark.parametrize(
     ("row", "prompt"),
     [
@@ -88,12 +83,6 @@ def test_a_column_of_the_system_stands_before_messages_that_have_none(tmp_path: 
     own = {key: [*said("s own"), *row[key]] for key in ("chosen", "rejected")}  # type: ignore[misc]
     for chat in chats_of(rows_of(tmp_path, row | own)[0]):
         assert [message.content for message in chat.messages[:2]] == ["own", "hi"]
-
-
-@pytest.mark.parametrize(("label", "good"), [(True, True), (False, False), (1, True), (0, False), ("False", False)])
-def test_labels_are_true_or_false_in_any_writing(label: object, good: bool, tmp_path: Path) -> None:
-    (row,) = rows_of(tmp_path, RATED | {"label": label})
-    assert row == Rated(Completion("2 + 2?\n", "4"), good)
 
 
 def test_rows_to_evaluate_on_are_the_preferred_answers(tmp_path: Path) -> None:
@@ -259,8 +248,6 @@ def test_keys_that_the_objective_does_not_read_are_named(
 def test_keys_that_do_not_fit_the_objective_are_refused_once_it_is_known(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="diversity is for objective sft, and this is dpo"):
         objective_by_rows(Config(diversity="swd"), [rows_of(tmp_path, TEXTS)], 4)
-    with pytest.raises(ConfigError, match="diversity is for objective sft, and this is dpo"):
-        Config(objective="dpo", diversity="swd")
     with pytest.raises(ConfigError, match="a step has one row"):
         objective_by_rows(Config(), [rows_of(tmp_path, RATED)], 1)
 

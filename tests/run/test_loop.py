@@ -35,7 +35,7 @@ def test_a_step_clips_each_agents_mean_gradient_and_uses_its_own_rate() -> None:
         prepared=Prepared(crowd, torch.optim.SGD([{"params": [row]} for row in crowd.storage.rows])),
     )
     for agent in crowd.agents:
-        agent.training = Training(lambda _: 0.1, 0.0, limit, course=None)  # type: ignore[arg-type]
+        agent.training = Training(lambda _: 0.1, 0.0, limit, rows=None)  # type: ignore[arg-type]
     crowd.storage.begin_step(0)
     NextToken()(crowd(packed), step=0).total.backward()
     verdict = Verdict(

@@ -12,7 +12,7 @@ import torch
 from ci_llm.core.memory import is_out_of_memory, unless_out_of_memory
 from ci_llm.core.run_folder import read_failures
 from ci_llm.core.run_status import read_status
-from ci_llm.data.agent_rows import Course, Courses
+from ci_llm.data.agent_rows import OrderedRows, TrainingRows
 from ci_llm.data.batches import MicroBatch, Owned, pack
 from ci_llm.data.order import Plan
 from ci_llm.run.step.out_of_memory import in_parts
@@ -169,25 +169,25 @@ def test_parts_of_a_micro_batch_hold_its_rows_in_order() -> None:
     rows = [tiny.example(5 + number) for number in range(5)]
     packed = [pack([rows[number] for number in numbers], numbers) for numbers in ([3, 1, 4], [0, 2])]
     batches: list[MicroBatch] = [[Owned((0, 1), batch)] for batch in packed]
-    course = course_of(rows)
-    assert in_parts(Courses((course, course)), batches, 3) is batches
-    parts = in_parts(Courses((course, course)), batches, 2)
+    ordered_rows = ordered(rows)
+    assert in_parts(TrainingRows((ordered_rows, ordered_rows)), batches, 3) is batches
+    parts = in_parts(TrainingRows((ordered_rows, ordered_rows)), batches, 2)
     assert [own.batch.sample_ids for part in parts for own in part] == [(3, 1), (4, 0), (2,)]
     ids = torch.cat([own.batch.input_ids for part in parts for own in part])
     assert torch.equal(ids, torch.cat([batch.input_ids for batch in packed]))
 
 
-def course_of(rows: Any) -> Course:
-    return Course(rows, Plan(len(rows), 5, seed=1))
+def ordered(rows: Any) -> OrderedRows:
+    return OrderedRows(rows, Plan(len(rows), 5, seed=1))
 
 
 def test_parts_with_rows_per_agent_hold_them_in_order() -> None:
     rows = [tiny.example(5 + number) for number in range(5)]
     packed = [pack([rows[number] for number in numbers], numbers) for numbers in ([3, 1, 4], [0, 2], [1])]
     batches: list[MicroBatch] = [[Owned((0,), packed[0]), Owned((1,), packed[2])], [Owned((0,), packed[1])]]
-    courses = Courses((course_of(rows), course_of(rows)))
-    assert in_parts(courses, batches, 3) is batches
-    parts = [{own.agents: own.batch.sample_ids for own in part} for part in in_parts(courses, batches, 2)]
+    training_rows = TrainingRows((ordered(rows), ordered(rows)))
+    assert in_parts(training_rows, batches, 3) is batches
+    parts = [{own.agents: own.batch.sample_ids for own in part} for part in in_parts(training_rows, batches, 2)]
     assert parts == [{(0,): (3, 1), (1,): (1,)}, {(0,): (4, 0)}, {(0,): (2,)}]
 
 

@@ -107,7 +107,7 @@ class Step:
             heartbeat=Heartbeat(),
         )
         for agent in crowd.agents:
-            agent.training = Training(lambda _: 1e-3, 0.0, 1.0, course=None)  # type: ignore[arg-type]
+            agent.training = Training(lambda _: 1e-3, 0.0, 1.0, rows=None)  # type: ignore[arg-type]
 
     def take(self, number: int, rows: Batch, *watched: Any) -> Verdict:
         """One step; `watched` see what it does up to and after the ballot."""

@@ -18,7 +18,7 @@ from annotated_types import Ge, Le
 from numpy.random import Generator
 from pydantic import Field
 
-from ci_llm.config.parsing import COMMAND_LINE, nearest, read_arguments
+from ci_llm.config.parsing import COMMAND_LINE, nearest, parts_of
 from ci_llm.config.problems import Problem, sound_values
 from ci_llm.config.schema import DURATION, Amount, Count, Keys, Positive, Seconds, Share, Size
 from ci_llm.config.yaml_file import dump_value, read_yaml
@@ -168,8 +168,10 @@ def read_cluster(path: Path | None, words: Sequence[str]) -> Cluster:
         ConfigError: everything that is wrong, at once.
     """
     entries = [] if path is None else read_yaml(_text(path), str(path))
-    typed, strays = read_arguments(words, lambda _: "with a value")
+    parts = [*parts_of(words, lambda _: "with a value")]
+    strays = [word for words, entry in parts if entry is None for word in words]
     problems = [Problem(COMMAND_LINE, f"{word!r} is neither a key nor a value", HELP) for word in strays]
+    typed = (entry for _, entry in parts if entry is not None)
     given = {entry.name.replace("-", "_"): entry for entry in (*entries, *typed)}
     for name, entry in given.items():
         if name not in Cluster.model_fields:

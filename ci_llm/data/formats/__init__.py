@@ -50,34 +50,26 @@ def _with_builder(builder: str, files: Sequence[Path], **options: Any) -> Datase
     return datasets.load_dataset(builder, data_files=paths, split="train", **options)
 
 
-#: What separates the columns where it is not a comma.
-_SEPARATORS = (";", "\t", "|")
-
-
 def _read_csv(files: Sequence[Path]) -> Dataset:
     """Columns between commas, or what the ending or the header says. Every value is the text that is written."""
     separator = _separator(files[0])
     written: dict[str, Any] = {"sep": separator, "skipinitialspace": _has_spaces_behind(files[0], separator)}
     for file in files:
-        _require_columns(file, separator)
+        header, row = _first_rows(file, separator, 2, spaced=_has_spaces_behind(file, separator))
+        if len(row) > len(header):  # pandas would take the first value of every row for its name
+            values = f"the first row has {len(row)} values, and the header {len(header)} columns"
+            raise ValueError(f"{values} ({file.name})")
     columns = pandas.read_csv(files[0], nrows=0, **written).columns
     # Left to itself, pandas reads 007 as 7, 1.50 as 1.5, and the words None and NA as missing values.
     as_text = {"features": Features({name: Value("string") for name in columns}), "keep_default_na": False}
     return _with_builder("csv", files, na_values=[""], **written, **as_text)
 
 
-def _require_columns(file: Path, separator: str) -> None:
-    """Refuse a row longer than the header: pandas would take the first value of every row for its name."""
-    header, row = _first_rows(file, separator, 2, spaced=_has_spaces_behind(file, separator))
-    if len(row) > len(header):
-        raise ValueError(f"the first row has {len(row)} values, and the header {len(header)} columns ({file.name})")
-
-
 def _separator(file: Path) -> str:
     """A comma, unless the ending or a header without commas says otherwise."""
     if ending_of(file) == ".tsv":
         return "\t"
-    columns = {mark: len(_first_rows(file, mark, 1)[0]) for mark in (",", *_SEPARATORS)}
+    columns = {mark: len(_first_rows(file, mark, 1)[0]) for mark in (",", ";", "\t", "|")}
     return "," if columns[","] > 1 else max(columns, key=lambda mark: columns[mark])
 
 
@@ -104,8 +96,6 @@ def _first_rows(file: Path, separator: str, count: int, *, spaced: bool = False)
         csv.field_size_limit(limit)
 
 
-#: Raise it when the same files give other rows than before: what is kept of them is then not found.
-_VERSION: Final = 1
 #: A row as JSON, and the columns that no row before it has, as a list in JSON.
 _FEATURES: Final = Features({JsonRows.TEXT: Value("string"), "new": Value("string")})
 
@@ -118,7 +108,8 @@ def _read_json(files: Sequence[Path]) -> JsonRows:
     """
     stamps = tuple((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     # Tuples: `datasets` takes each entry of a list for a shard.
-    content = {"files": tuple(map(str, files)), "stamps": stamps, "version": _VERSION}
+    # Raise the version when the same files give other rows than before: what is kept of them is then not found.
+    content = {"files": tuple(map(str, files)), "stamps": stamps, "version": 1}
     rows = Dataset.from_generator(_texts, features=_FEATURES, gen_kwargs=content)  # mapped, not held in memory
     new = rows.data.column("new").drop_null().to_pylist()
     return JsonRows(rows.select_columns([JsonRows.TEXT]), tuple(chain.from_iterable(map(json.loads, new))))

@@ -16,7 +16,7 @@ from ci_llm.config.own_keys import NAME, OWN_KEYS, to_plain
 from ci_llm.crowd.crowd import Crowd, state_of
 from ci_llm.crowd.given_path import META
 from ci_llm.crowd.importing import fingerprint_of_start
-from ci_llm.data.agent_rows import Course, fingerprint_of
+from ci_llm.data.agent_rows import OrderedRows, fingerprint_of
 from ci_llm.data.order import Plan
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.lora.settings import FIELD_OF_KEY, AgentLora, LoraSettings
@@ -54,12 +54,12 @@ def assign_training(
     Args:
         config: the configuration whose agents these are.
         rows: the rows of each agent; agents that share a data set have one object.
-        rows_per_step: the rows per step of each course.
+        rows_per_step: the rows that each agent reads in a step.
     """
-    courses: dict[int, Course] = {}
+    known: dict[int, OrderedRows] = {}
     for agent, own, mine in zip(agents, config.each_agent, rows, strict=True):
-        course = courses.setdefault(id(mine), Course(mine, Plan(len(mine), rows_per_step, config.seed)))
-        agent.training = Training(schedule(own, total_steps), own.weight_decay, own.max_grad_norm, course)
+        ordered = known.setdefault(id(mine), OrderedRows(mine, Plan(len(mine), rows_per_step, config.seed)))
+        agent.training = Training(schedule(own, total_steps), own.weight_decay, own.max_grad_norm, ordered)
 
 
 def training_of(own: Config, agent: AgentLora) -> tuple[Hashable, ...]:

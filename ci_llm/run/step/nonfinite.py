@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ci_llm.core.run_folder import BadBatch, write_skipped_batches
-from ci_llm.data.agent_rows import Courses
+from ci_llm.data.agent_rows import TrainingRows
 from ci_llm.distributed.ballot import StepSums, Verdict
 from ci_llm.errors import NonFinite
 from ci_llm.run.optimizer import moments_of, placed, put_moments
@@ -184,12 +184,12 @@ class NonFiniteResponse:
         self._may_write = may_write
         self._drops_agents = drops_agents
 
-    def respond(self, state: TrainState, courses: Courses, findings: Findings) -> TrainState:
+    def respond(self, state: TrainState, training_rows: TrainingRows, findings: Findings) -> TrainState:
         """Cut learning rates, roll agents back, record bad batches, keep good snapshots.
 
         Args:
             state: the state after the step.
-            courses: the rows of the agents.
+            training_rows: those of the agents.
 
         Returns:
             the state with the new recovery state.
@@ -200,10 +200,10 @@ class NonFiniteResponse:
         step = state.step - 1
         before = [agent.recovery for agent in state.agents]
         if findings.bad_batch:
-            return replace(state, recovery=self._skip(state, BadBatch(step, tuple(courses.rows_of_step(step)))))
+            return replace(state, recovery=self._skip(state, BadBatch(step, tuple(training_rows.rows_of_step(step)))))
         ignored = (*findings.overflowed, *state.dropped)  # the step says nothing about them
         after = [
-            each if k in ignored else each.after(step, k in findings.nonfinite, own_rows=courses.are_own)
+            each if k in ignored else each.after(step, k in findings.nonfinite, own_rows=training_rows.are_own)
             for k, each in enumerate(before)
         ]
         agents = tuple(replace(own, recovery=found) for own, found in zip(state.agents, after, strict=True))

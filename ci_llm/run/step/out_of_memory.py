@@ -21,7 +21,7 @@ from ci_llm.config import Config
 from ci_llm.core.memory import free_memory, release_cache
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.diversity import find_form
-from ci_llm.data.agent_rows import Courses
+from ci_llm.data.agent_rows import TrainingRows
 from ci_llm.data.batches import MicroBatch, Owned, num_units, pack
 from ci_llm.errors import OutOfMemory
 from ci_llm.run.step.state import TrainState
@@ -29,18 +29,18 @@ from ci_llm.run.step.state import TrainState
 logger = logging.getLogger(__name__)
 
 
-def in_parts(courses: Courses, micro_batches: list[MicroBatch], size: int) -> list[MicroBatch]:
-    """The micro-batches divided into ones of at most `size` rows of each course, in order."""
+def in_parts(training_rows: TrainingRows, micro_batches: list[MicroBatch], size: int) -> list[MicroBatch]:
+    """The micro-batches divided into ones of at most `size` rows of each agent, in order."""
     if all(num_units(batch) <= size for batch in micro_batches):
         return micro_batches
-    known = {agents for agents, _ in courses.different}
+    known = {agents for agents, _ in training_rows.different}
     assert all(own.agents in known for batch in micro_batches for own in batch), "no row leaves the step"
     each = []
-    for agents, course in courses.different:
+    for agents, ordered in training_rows.different:
         owned = (own.batch for batch in micro_batches for own in batch if own.agents == agents)
         numbers = [number for batch in owned for number in batch.sample_ids]
         parts = [numbers[at : at + size] for at in range(0, len(numbers), size)]
-        each.append([Owned(agents, pack([course.rows[number] for number in part], part)) for part in parts])
+        each.append([Owned(agents, pack([ordered.rows[number] for number in part], part)) for part in parts])
     return [[own for own in together if own is not None] for together in zip_longest(*each)]
 
 

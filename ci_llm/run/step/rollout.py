@@ -29,7 +29,7 @@ from ci_llm.core.run_folder import COMPLETIONS
 from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.objective import GrpoObjective
 from ci_llm.crowd.rewarding import AgentPrompt, Drawer, PromptRow, rewards_of_group
-from ci_llm.data.agent_rows import Course, Courses
+from ci_llm.data.agent_rows import OrderedRows, TrainingRows
 from ci_llm.data.batches import Batch, MicroBatch, Owned, pack
 from ci_llm.data.prompts import Prompter
 from ci_llm.data.units import Unit, unit_of
@@ -188,14 +188,14 @@ class Rollouts:
     disk_refuses: bool = False
 
     def of_step(
-        self, objective: GrpoObjective, step: int, micro_batches: Sequence[MicroBatch], courses: Courses
+        self, objective: GrpoObjective, step: int, micro_batches: Sequence[MicroBatch], training_rows: TrainingRows
     ) -> Rollout:
         """Draw and judge the completions of this process's rows of a step. A collective.
 
         Raises:
             OutOfMemory: a single completion does not fit.
         """
-        each, failure = self._drawn(objective, step, micro_batches, courses)
+        each, failure = self._drawn(objective, step, micro_batches, training_rows)
         told = self.processes.gather_object((failure is not None, [*map(_in_numbers, each)]))
         if failure is None and any(has_failed for has_failed, _ in told):
             failure = failed_elsewhere(f"step {step + 1}")
@@ -206,21 +206,21 @@ class Rollouts:
         return Rollout(replace(objective, failed=failed), groups, failure)
 
     def _drawn(
-        self, objective: GrpoObjective, step: int, micro_batches: Sequence[MicroBatch], courses: Courses
+        self, objective: GrpoObjective, step: int, micro_batches: Sequence[MicroBatch], training_rows: TrainingRows
     ) -> tuple[list[list[Group]], RewardFailed | None]:
         """The groups of every agent here, without advantages; up to the error of a function."""
-        asked = list[tuple[AgentPrompt, Course]]()
+        asked = list[tuple[AgentPrompt, OrderedRows]]()
         for own in (own for batch in micro_batches for own in batch):
             for at, row in enumerate(own.batch.sample_ids):
                 ids = own.batch.input_ids[own.batch.bounds[at] : own.batch.bounds[at + 1]].tolist()
-                asked += [(AgentPrompt(agent, row, ids), courses.each[agent]) for agent in own.agents]
+                asked += [(AgentPrompt(agent, row, ids), training_rows.each[agent]) for agent in own.agents]
         with self.processes.autocast():
             drawn = self.drawer.draw([one for one, _ in asked], objective.grpo, step)
         each: list[list[Group]] = [[] for _ in range(objective.crowd.num_agents)]
-        for (one, course), requests in zip(asked, drawn, strict=True):
+        for (one, ordered), requests in zip(asked, drawn, strict=True):
             self.drawer.tick()
             try:
-                each[one.agent].append(self._group_of(objective, step, one, course, requests))
+                each[one.agent].append(self._group_of(objective, step, one, ordered, requests))
             except RewardFailed as error:  # raised when all processes know it
                 return each, error
         return each, None
@@ -253,7 +253,7 @@ class Rollouts:
             self.disk_refuses = True
 
     def _group_of(
-        self, objective: GrpoObjective, step: int, one: AgentPrompt, course: Course, drawn: Sequence[Any]
+        self, objective: GrpoObjective, step: int, one: AgentPrompt, ordered: OrderedRows, drawn: Sequence[Any]
     ) -> Group:
         prompter, grpo = objective.crowd.prompter, objective.grpo
         failed = any(request.error is not None for request in drawn)
@@ -264,7 +264,7 @@ class Rollouts:
         if failed:
             rewards = torch.full((len(texts), len(objective.rewards)), math.nan, dtype=torch.float64)
         else:
-            row, own = PromptRow.of(course.rows, one.row), agent.settings
+            row, own = PromptRow.of(ordered.rows, one.row), agent.settings
             seed_everything(own.seed, "rewards", own.index, step, one.row)
             where = f"step {step + 1}, {agent.name}, {row.place}"
             rewards = rewards_of_group(objective.rewards, row, texts, tokens, where, grpo.reward_timeout)
