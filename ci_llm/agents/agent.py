@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ci_llm.config import Config
-from ci_llm.data.agent_rows import Course, Courses
+from ci_llm.data.agent_rows import Course
 from ci_llm.errors import ForeignCheckpoint
 from ci_llm.lora.heads import SCORE
 from ci_llm.lora.settings import AgentLora
@@ -113,11 +113,6 @@ class Agent:
             )
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
-
-
-def courses_of(agents: Sequence[Agent]) -> Courses:
-    """The courses of agents that a run trains."""
-    return Courses(tuple(agent.training.course for agent in agents))
 
 
 #: Where the schedules `with_min_lr` end, as a share of the peak.

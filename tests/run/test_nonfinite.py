@@ -81,24 +81,18 @@ def test_a_nonfinite_agent_leaves_the_diversity_term(server: ForkServer, tmp_pat
     assert faulty[2]["train/agent1/loss"] == "nan"
 
 
-def test_an_agent_that_is_nonfinite_too_often_in_a_row_is_rolled_back(
+def test_an_agent_that_is_nonfinite_too_often_is_rolled_back_also_over_a_resume(
     server: ForkServer, undisturbed: Path, tmp_path: Path
 ) -> None:
-    fault = Fault("nan gradient", steps=(3, 4, 5, 6, 7), agents=(1,))
-    assert train(server, tmp_path, fault) == [0], said(tmp_path)
-    assert "agent1    rolled back to its weights and moments of step 0" in said(tmp_path)
-    assert metrics(tmp_path)[-1]["train/agent1/set_backs"] == 1
-    assert weights(tmp_path, [0, 2]) == weights(undisturbed, [0, 2])
-    state = load_checkpoint(tmp_path / "run" / "final_checkpoint").state
-    assert float(state["optimizer"]["agent1"]["step"]) == 12 - 8  # its moments are those of the four steps since
-    assert float(state["optimizer"]["agent0"]["step"]) == 12
-
-
-def test_an_episode_of_nonfinite_steps_continues_over_a_resume(server: ForkServer, tmp_path: Path) -> None:
     """Two steps before the checkpoint and three after it are five in a row; the rollback is to the older snapshot."""
     keys = {"save_steps": 5}
     fault = Fault("nan gradient", steps=(3, 4, 5, 6, 7), agents=(1,))
     assert train(server, tmp_path / "whole", fault, **keys) == [0], said(tmp_path / "whole")
+    assert metrics(tmp_path / "whole")[-1]["train/agent1/set_backs"] == 1
+    assert weights(tmp_path / "whole", [0, 2]) == weights(undisturbed, [0, 2])
+    state = load_checkpoint(tmp_path / "whole" / "run" / "final_checkpoint").state
+    assert float(state["optimizer"]["agent1"]["step"]) == 12 - 8  # its moments are those of the four steps since
+    assert float(state["optimizer"]["agent0"]["step"]) == 12
     cut = tmp_path / "cut"
     assert train(server, cut, fault, Fault("kill", steps=(9,), committed=5), **keys) == [-9]
     assert train(server, cut, fault, **keys) == [0], said(cut)
