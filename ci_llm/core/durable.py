@@ -233,8 +233,7 @@ def _synced(handle: int, disk: Filesystem) -> Iterator[int]:
 class Refusals:
     """Files that a run can do without: a disk that refuses one is a warning, once until the disk takes one again."""
 
-    def __init__(self) -> None:
-        self._told = False
+    _told = False
 
     @contextmanager
     def of(self, what: str) -> Iterator[None]:

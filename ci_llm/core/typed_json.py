@@ -131,11 +131,13 @@ def _decode_dict(pairs: list[Json], tags: Tags) -> dict[object, object]:
         raise ValueError("malformed tag $dict") from error
 
 
-@cache
-def _adapter(kind: Any) -> Any:
+def _new_adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter  # takes 150 ms, and a supervisor's shim, which imports this file, reads no record
 
     return TypeAdapter(kind)
+
+
+_adapter: Callable[[Any], Any] = cache(_new_adapter)
 
 
 class _NullIsNan:
