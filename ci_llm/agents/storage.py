@@ -148,7 +148,8 @@ class AgentStorage:
         self.pass_per_agent = False
         for layer in self.layers.values():
             layer.dropout, layer.lora_A, layer.lora_B = self.dropout, nn.ParameterDict(), nn.ParameterDict()
-        sizes = [self._size_of(agent) for agent in agents]
+        ends = [[end for *_, end in self._places(agent)] for agent in agents]
+        sizes = [max(own) + head.size for own in ends]
         first = next(iter(self.layers.values())).base_layer
         # Adapters stay in fp32 over a bf16 or fp16 base, as in PEFT: small updates would round away.
         dtype = torch.float64 if first.weight.dtype == torch.float64 else torch.float32
@@ -161,10 +162,6 @@ class AgentStorage:
         for place, (agent, size) in enumerate(zip(agents, sizes, strict=True)):
             agent.place, agent.weights = place, nn.Parameter(self.weights[place, :size])
         self._bind()
-
-    def _size_of(self, agent: Agent) -> int:
-        widths = sum(self.layers[name].in_features + self.layers[name].out_features for name in agent.adapted)
-        return agent.settings.rank * widths + self.head.size
 
     @property
     def rows(self) -> list[nn.Parameter]:

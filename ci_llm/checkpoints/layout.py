@@ -31,9 +31,9 @@ def step_folder(directory: Path, step: int) -> Path:
     return directory / f"checkpoint_step_{step}"
 
 
-def is_named_checkpoint(folder: Path) -> bool:
-    """True if a folder has the name of a checkpoint, whatever it holds."""
-    return folder.name == FINAL or STEP_FOLDER.match(folder.name) is not None
+def is_checkpoint_name(name: str) -> bool:
+    """True if a folder of this name is a checkpoint by its name, whatever it holds."""
+    return name == FINAL or STEP_FOLDER.fullmatch(name) is not None
 
 
 def numbered_steps(directory: Path) -> list[int]:
@@ -61,7 +61,7 @@ def find_checkpoint(place: Path, *, final_first: bool = False) -> Path | None:
     Args:
         final_first: prefer the `final_checkpoint` of a run's folder, for whoever uses the result.
     """
-    if (place / MANIFEST).is_file() or (is_named_checkpoint(place) and place.is_dir()):
+    if (place / MANIFEST).is_file() or (is_checkpoint_name(place.name) and place.is_dir()):
         return place
     line = [folder for _, folder in committed(place)]
     if final_first and place / FINAL in line:

@@ -306,12 +306,6 @@ def leftovers(directory: Path, older_than: float) -> Iterator[Path]:
     for path in sorted(directory.iterdir()):
         unfinished = path.name.startswith(".") and path.name.endswith(PARTIAL)
         aged = unfinished or path.name.startswith(LAUNCH_TOKEN)
-        if _LEFTOVER.match(path.name) or (aged and _is_older(path, older_than)):
-            yield path
-
-
-def _is_older(path: Path, than: float) -> bool:
-    try:
-        return path.lstat().st_mtime < than
-    except FileNotFoundError:  # its writer has given it its name just now
-        return False
+        with contextlib.suppress(FileNotFoundError):  # its writer has given it its name just now
+            if _LEFTOVER.match(path.name) or (aged and path.lstat().st_mtime < older_than):
+                yield path

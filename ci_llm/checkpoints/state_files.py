@@ -264,7 +264,6 @@ def _require_plain_bytes(tensor: Tensor, where: str = "") -> None:
 
 
 def _raw_bytes(tensor: Tensor) -> memoryview:
-    _require_plain_bytes(tensor)
     if not tensor.numel():
         return memoryview(b"")  # an empty array has a stride of 0, and so no view as bytes
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)

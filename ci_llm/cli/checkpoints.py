@@ -144,11 +144,11 @@ def _local_entries(path: Path) -> list[CatalogEntry]:
         BadInput: there is none. OtherFormat: this program does not read one.
     """
     from ci_llm.checkpoints.catalog import CatalogEntry, current_line
-    from ci_llm.checkpoints.layout import is_named_checkpoint
+    from ci_llm.checkpoints.layout import is_checkpoint_name
     from ci_llm.checkpoints.manifest import MANIFEST, verify_folder
 
     # A folder with the name of a checkpoint counts without a manifest too: it is damaged.
-    lone = (path / MANIFEST).exists() or is_named_checkpoint(path)
+    lone = (path / MANIFEST).exists() or is_checkpoint_name(path.name)
     folders = [path] if lone else current_line(path)
     if not (path.is_dir() and folders):
         raise _no_checkpoint(path)

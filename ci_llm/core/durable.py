@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import stat
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
 from ci_llm.core.typed_json import as_type, dump_json, load_json
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
@@ -43,9 +46,6 @@ class Filesystem:
     def extend(self, path: Path) -> int:
         """Open an existing file for writing at its end."""
         return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
-
-    def truncate(self, handle: int, size: int) -> None:
-        os.ftruncate(handle, size)
 
     def write(self, handle: int, data: Bytes) -> int:
         """Write some of `data`; returns how many bytes."""
@@ -217,7 +217,7 @@ def cut(path: Path, size: int) -> None:
         OSError: the disk refuses it.
     """
     with _synced(DISK.extend(path), DISK) as handle:
-        DISK.truncate(handle, size)
+        os.ftruncate(handle, size)
 
 
 @contextmanager
@@ -228,6 +228,24 @@ def _synced(handle: int, disk: Filesystem) -> Iterator[int]:
         disk.sync(handle)
     finally:
         disk.close(handle)
+
+
+class Refusals:
+    """Files that a run can do without: a disk that refuses one is a warning, once until the disk takes one again."""
+
+    _told = False
+
+    @contextmanager
+    def of(self, what: str) -> Iterator[None]:
+        """Continue after the block if the disk refuses; `what` is the beginning of the warning."""
+        try:
+            yield
+        except OSError as error:
+            if not self._told:
+                self._told = True  # before the warning, which may come to the same file
+                logger.warning(f"{what}: {error}")
+        else:
+            self._told = False
 
 
 def make_folders(path: Path, *, disk: Filesystem = DISK) -> None:

@@ -17,7 +17,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -29,6 +29,7 @@ import psutil
 from annotated_types import Gt, Le
 
 from ci_llm.core.durable import make_folders, read_as, read_object, write_json
+from ci_llm.core.typed_json import as_plain
 from ci_llm.errors import BadInput, CheckpointError, CiLlmError
 
 logger = logging.getLogger(__name__)
@@ -306,9 +307,8 @@ def write_recovery(run_folder: Path | str, recovery: Recovery) -> None:
     Raises:
         CheckpointError: the disk refuses the file.
     """
-    value = asdict(recovery) | {"because": list(recovery.because)}
     hint = "make space there; the same command resumes from the last checkpoint"
-    write_known(Path(run_folder, RECOVERY), value, "the recovery state", hint)
+    write_known(Path(run_folder, RECOVERY), as_plain(recovery), "the recovery state", hint)
 
 
 SKIPPED_BATCHES: Final = "skipped_batches.json"
@@ -325,10 +325,6 @@ class BadBatch:
     step: int
     rows: tuple[int, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The content of skipped_batches.json and train_state.json for this batch."""
-        return {"step": self.step, "rows": list(self.rows)}
-
 
 def read_skipped_batches(run_folder: Path) -> list[BadBatch]:
     """The batches that earlier attempts have skipped, whichever checkpoint the run resumes from.
@@ -343,7 +339,7 @@ def read_skipped_batches(run_folder: Path) -> list[BadBatch]:
 def write_skipped_batches(run_folder: Path, batches: Sequence[BadBatch]) -> None:
     """Record the bad batches; a disk that refuses it is reported, and the run continues."""
     try:
-        write_json(run_folder / SKIPPED_BATCHES, [batch.to_dict() for batch in batches])
+        write_json(run_folder / SKIPPED_BATCHES, [as_plain(batch) for batch in batches])
     except OSError as error:
         logger.warning(f"{SKIPPED_BATCHES} cannot be written, the run continues: {error}")
 
@@ -395,11 +391,6 @@ def number(value: object) -> float:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         return math.nan
-
-
-def finite_numbers(record: Record) -> Iterator[tuple[str, float]]:
-    """(name, value) of the numbers in a record that are finite."""
-    return ((name, each) for name, each in record.items() if isinstance(each, int | float) and math.isfinite(each))
 
 
 # Names

@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 import psutil
 
 from ci_llm.core import run_folder
-from ci_llm.core.durable import make_folders, write_json
+from ci_llm.core.durable import Refusals, make_folders, write_json
 from ci_llm.errors import BadInput
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class RunStatus:
         self.current = Status("running", None, 0, attempt, os.getpid(), socket.gethostname(), pid_space(), now, now)
         self._updating = threading.Lock()  # the thread of a mirror updates as well
         self._writing = threading.Lock()
-        self._over, self._failing = threading.Event(), False
+        self._over, self._refusals = threading.Event(), Refusals()
         self._thread: threading.Thread | None = None
 
     def update(self, **values: Any) -> None:
@@ -187,14 +187,8 @@ class RunStatus:
             self._write_heartbeat()
 
     def _write_heartbeat(self) -> None:
-        with self._writing:
-            try:
-                self._write("running")
-                self._failing = False
-            except OSError as error:
-                if not self._failing:
-                    logger.warning(f"status.json cannot be written, the run continues: {error}")
-                self._failing = True
+        with self._writing, self._refusals.of("status.json cannot be written, the run continues"):
+            self._write("running")
 
 
 def read_status(folder: Path | str, *, now: float | None = None) -> Status:

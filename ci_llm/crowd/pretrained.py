@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ci_llm.base.gguf import gguf_file
 from ci_llm.base.load import Base, load_base, short_name
 from ci_llm.checkpoints.checkpoint import write_checkpoint
-from ci_llm.checkpoints.layout import is_named_checkpoint
+from ci_llm.checkpoints.layout import is_checkpoint_name
 from ci_llm.checkpoints.manifest import MANIFEST, Manifest, name_unlisted, read_file, read_manifest
 from ci_llm.checkpoints.state_files import read_state
 from ci_llm.config import Config, parse_config
@@ -304,7 +304,7 @@ def calibration_path(folder: Path) -> Path | None:
 
     The files of a checkpoint are fixed. A saved or exported crowd holds its calibration itself.
     """
-    return folder.absolute().parent / f"{CALIBRATION}.json" if is_named_checkpoint(folder) else None
+    return folder.absolute().parent / f"{CALIBRATION}.json" if is_checkpoint_name(folder.name) else None
 
 
 def read_calibration(folder: Path, own: Mapping[str, Any] | None = None) -> Calibration | None:

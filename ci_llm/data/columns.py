@@ -366,7 +366,9 @@ ASKED: Final = (
 #: How what is scored is read: a text or messages, or a prompt and its answer.
 SCORED: Final = (
     _Dialect(_read_unlabelled, "text=text|sentence|messages tools?"),
-    _Dialect(_read_pair, f"prompt=prompt|question|instruction {_GIVEN} {_PARTS}"),
+    _Dialect(
+        _read_pair, f"prompt=prompt|question|instruction answer=completion|answer|response|output|chosen {_PARTS}"
+    ),
 )
 
 #: Of rows that are not answers to learn: what they are, the columns they have, and the keys that name others.

@@ -25,6 +25,13 @@ def autocast_dtype(mixed_precision: str) -> torch.dtype | None:
     return None if mixed_precision in ("no", AUTO) else DTYPES[mixed_precision]
 
 
+def autocast(config: Config, device: torch.device) -> torch.autocast:
+    """The context of a forward pass outside of a run, as Accelerate makes it; on a CPU fp16 is computed in fp32."""
+    dtype = autocast_dtype(config.mixed_precision)
+    is_on = dtype is not None and (dtype != torch.float16 or device.type != "cpu")
+    return torch.autocast(device.type, dtype, enabled=is_on)
+
+
 @dataclass(frozen=True)
 class Speed:
     """A device multiplies bf16 faster than fp32 or not, and why, for people."""

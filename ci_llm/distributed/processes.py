@@ -315,7 +315,7 @@ class Processes:
         if self.is_main_process:
             self.wait_for_everyone()
 
-    def require_same_folder(self, path: Path | str) -> None:
+    def require_same_folder(self, folder: Path) -> None:
         """Refuse a folder that is not the same for all processes. A collective.
 
         The main process creates the folder and writes a token file there, which stays until `shutdown`. Every process
@@ -324,7 +324,6 @@ class Processes:
         Raises:
             LaunchError: on every process alike, so that none is left waiting.
         """
-        folder = Path(path)
         token = folder / self.broadcast_object(f"{LAUNCH_TOKEN}{secrets.token_hex(8)}")
         self.on_main(lambda: self._write_launch_token(token))
         each_sees = self.gather_object(token.is_file())
@@ -362,6 +361,21 @@ class Processes:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         return not leaving.is_alive()
+
+
+class OneProcess:
+    """A process that has met no others and joins no group: its votes are its own, in the precision of its caller."""
+
+    process_index, num_processes = 0, 1
+
+    def agree(self, ballot: Ballot) -> Verdict:
+        return Verdict(0, stop=ballot.stop, out_of_memory=ballot.out_of_memory, failed=ballot.failed)
+
+    def gather_object(self, value: T) -> list[T]:
+        return [value]
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext()
 
 
 def check_process_group() -> str:

@@ -184,18 +184,13 @@ def template(context: CheckContext) -> str:
     each = {id(examples): examples for examples in context.examples}.values()
     if context.config.objective == "grpo":
         context.settle(completion_length(context.config, context.examples, positions_of(context.shape)))
-    rows = [examples[number] for examples in each for number in range(len(examples))]
-    context.lengths = cost_model.lengths_of(context.config, rows)
-    different = {id(examples): (rows, examples) for rows, examples in zip(context.rows, context.examples, strict=True)}
-    lines = [line for found in different.values() for line in _description(context, wanted, *found)]
+    found = [examples[number] for examples in each for number in range(len(examples))]
+    context.lengths = cost_model.lengths_of(context.config, found)
+    lines: list[str] = []
+    for rows, examples in {id(each[1]): each for each in zip(context.rows, context.examples, strict=True)}.values():
+        source, *more = examples.description[len(rows.description) :]
+        lines += [f"{source}; of {wanted if wanted < len(rows) else 'all'} rows:", *more, *examples.facts.warnings]
     return "\n".join([*lines, *(f"auto: {line}" for line in context.config.told_auto())])
-
-
-def _description(context: CheckContext, wanted: int, rows: Rows, examples: TokenizedRows) -> list[str]:
-    """Lines about the tokenised rows of one data set."""
-    source, *lines = examples.description[len(rows.description) :]
-    number = wanted if wanted < len(rows) else "all"
-    return [f"{source}; of {number} rows:", *lines, *examples.facts.warnings]
 
 
 def _tokenizer(context: CheckContext) -> PreTrainedTokenizerBase:
@@ -242,10 +237,12 @@ def estimate(context: CheckContext) -> str:
         context.trace = found = _traced(context)
     except cost_model.Untraceable as error:
         return f"this architecture cannot be traced without weights: {error}"
+    if context.config.base_sharding == "layers" and context.processes.num_processes == 1:
+        becomes += "\none process shares the base with nobody: start this check as the run will be started"
     return (
         f"{short(found.base_parameters)} parameters, {context.config.num_agents} agents of"
         f" {short(found.agent_parameters)}; a micro-step of {_micro_batch(context)}"
-        f" takes {found.flops / 1e12:.2g} TFLOP{becomes}{_unshared(context)}"
+        f" takes {found.flops / 1e12:.2g} TFLOP{becomes}"
     )
 
 
@@ -273,11 +270,6 @@ def _traced(context: CheckContext) -> cost_model.Trace:
     return cost_model.trace_longest(
         context.config, context.shape, processes.device, context.micro_batch, context.lengths, processes.num_processes
     )
-
-
-def _unshared(context: CheckContext) -> str:
-    alone = context.config.base_sharding == "layers" and context.processes.num_processes == 1
-    return "\none process shares the base with nobody: start this check as the run will be started" if alone else ""
 
 
 def _micro_batch(context: CheckContext) -> str:

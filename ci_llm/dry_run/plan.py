@@ -74,15 +74,11 @@ def run_checks(
         except Exception as error:  # noqa: BLE001  the dry run names every failure and continues
             if debug:
                 traceback.print_exc()
-            lines = _error_lines(error)
+            lines = [f"{type(error).__name__}: {first_line(error)}", "  hint:  --debug shows where it happened"]
+            if isinstance(error, CiLlmError):
+                lines = str(error).splitlines()
             verdict = "failed"
         yield CheckResult(check.name, verdict, lines, time.monotonic() - start)
-
-
-def _error_lines(error: Exception) -> list[str]:
-    if isinstance(error, CiLlmError):
-        return str(error).splitlines()
-    return [f"{type(error).__name__}: {first_line(error)}", "  hint:  --debug shows where it happened"]
 
 
 MARKS: Final = {"passed": ("ok", "green"), "failed": ("FAILED", "bold red"), "skipped": ("skipped", "dim")}

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
 from ci_llm.config import Config
 from ci_llm.core.evaluation_file import AnsweredQuestions, BaseScores, Evaluation
@@ -30,9 +29,8 @@ from ci_llm.data.batches import Batch, pack
 from ci_llm.data.order import share
 from ci_llm.data.tokens import TokenizedRows
 from ci_llm.distributed.ballot import Ballot, Verdict
-from ci_llm.distributed.processes import Processes
+from ci_llm.distributed.processes import OneProcess, Processes
 from ci_llm.errors import OutOfMemory, RewardFailed
-from ci_llm.interrupts import Interrupts
 from ci_llm.objectives.grpo.rewards import failed_elsewhere
 
 logger = logging.getLogger(__name__)
@@ -42,54 +40,6 @@ S = TypeVar("S", bound=Sized)
 T = TypeVar("T")
 
 
-class OneProcess:
-    """One process, which nobody asks to stop, in the precision of its caller."""
-
-    process_index, num_processes = 0, 1
-
-    def vote(self, *, out_of_memory: bool = False, failed: bool = False) -> Verdict:
-        return Verdict(0, out_of_memory=out_of_memory, failed=failed)
-
-    def requested_here(self) -> bool:
-        return False
-
-    def gather_object(self, value: T) -> list[T]:
-        return [value]
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-
-class StopVote:
-    """Asks all processes, between two steps, whether the run shall stop. Each vote is also a sign of life.
-
-    Args:
-        interrupts: the requests to stop that this process has received.
-        tick: gives the sign of life.
-    """
-
-    def __init__(self, processes: Processes, interrupts: Interrupts, tick: Callable[[], object]) -> None:
-        self._processes, self._interrupts, self._tick = processes, interrupts, tick
-        self.process_index = processes.process_index
-        self.num_processes = processes.num_processes
-        self.gather_object = processes.gather_object
-        self.autocast = processes.autocast
-
-    def vote(self, *, out_of_memory: bool = False, failed: bool = False) -> Verdict:
-        """The verdict of all processes. A collective."""
-        self._tick()
-        reason = self._interrupts.stop_reason
-        return self._processes.agree(Ballot(0, stop=reason, out_of_memory=out_of_memory, failed=failed))
-
-    def requested_here(self) -> bool:
-        """True if this process was asked to stop; the other processes learn it by the next vote."""
-        self._tick()
-        return self._interrupts.stop_reason is not None
-
-
-Voters: TypeAlias = StopVote | OneProcess
-
-
 class Rounds:
     """The numbers below `count`, dealt to the processes batch by batch.
 
@@ -97,24 +47,25 @@ class Rounds:
     asked for before those in front of it are done, and left half done afterwards. So all leave in the same round.
 
     Args:
+        asked: see `Evaluator`.
         report: called before every round with the count of numbers that all processes have done.
 
     Attributes:
         batches: this process's share.
-        stop: the reason for which all processes have left; None if they have stayed.
-        out_of_memory: all processes have left because a batch did not fit.
-        failed: all processes have left because of an error.
     """
 
     def __init__(
-        self, vote: Voters, count: int, batch_size: int, report: Callable[[int], None] = lambda _: None
+        self,
+        processes: Processes | OneProcess,
+        asked: Callable[[], str | None],
+        count: int,
+        batch_size: int,
+        report: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self._vote, self._report, self._count = vote, report, count
-        self._here = dict[str, bool]()
-        self._per_round = batch_size * vote.num_processes
-        self.stop: str | None = None
-        self.out_of_memory = self.failed = False
-        own = share(range(count), vote.process_index, vote.num_processes, batch_size)
+        self._processes, self._asked, self._report, self._count = processes, asked, report, count
+        self._here, self._verdict = Ballot(0), Verdict(0)
+        self._per_round = batch_size * processes.num_processes
+        own = share(range(count), processes.process_index, processes.num_processes, batch_size)
         self.batches = self._deal(own)
 
     def _deal(self, own: list[list[int]]) -> Iterator[list[int]]:
@@ -127,25 +78,33 @@ class Rounds:
 
     def _all_leave(self) -> bool:
         """Vote; true if one process stops, its memory ran out, or it had an error."""
-        verdict = self._vote.vote(**self._here)
-        self.stop, self.out_of_memory, self.failed = verdict.stop, verdict.out_of_memory, verdict.failed
+        self._verdict = self._processes.agree(replace(self._here, stop=self._asked()))
         return self._have_left
 
     @property
     def _have_left(self) -> bool:
-        return self.stop is not None or self.out_of_memory or self.failed
+        verdict = self._verdict
+        return verdict.stop is not None or verdict.out_of_memory or verdict.failed
 
     def stop_requested_here(self) -> bool:
         """True if this process was asked to stop, or all are about to leave: it may leave its texts unfinished."""
-        return self._have_left or self._vote.requested_here()
+        return self._have_left or self._asked() is not None
 
-    def end(self, *, out_of_memory: bool, failed: bool = False) -> None:
-        """Vote in the rounds that are left, without computing their batches, and once more if all have stayed."""
-        self._here = {"out_of_memory": out_of_memory, "failed": failed}
+    def end(self, here: Ballot) -> Verdict:
+        """Vote in the rounds that are left, without computing their batches, and once more if all have stayed.
+
+        Args:
+            here: what has ended the work of this process.
+
+        Returns:
+            why all processes have left.
+        """
+        self._here = here
         for _ in self.batches:
             pass
         if not self._have_left:
             self._all_leave()
+        return self._verdict
 
 
 #: How the distributions of agents are joined where there are none: that of a base alone is its own.
@@ -161,10 +120,11 @@ class Evaluator:
             that its owners would have alone. A set scores its owners, and all sets together score the crowd.
         objective: the objective of the agents, which judges pairs and rated rows.
         preferences: pairs or rated rows of every agent; all agents rank all different sets.
-        vote: asks before each batch whether the evaluation shall stop.
+        processes: those that share the work; a saved crowd is evaluated by one, in the precision of its caller.
         exhausted: makes an error of the step and the allocator's message, where a single row does not fit.
         note: called with fields of status.json before and after an evaluation, so that the attempt after a kill
             evaluates fewer rows at a time.
+        asked: the reason to stop that this process has received, or None. Each call is also a sign of life.
 
     Attributes:
         at_most: the most rows at a time; None: as many as the configuration asks for.
@@ -178,20 +138,21 @@ class Evaluator:
         rows: EvaluationRows,
         objective: TrainedObjective,
         preferences: Sequence[TokenizedRows],
-        vote: Voters,
+        processes: Processes | OneProcess,
         exhausted: Callable[[int, str], OutOfMemory],
         note: Callable[..., None] = lambda **_: None,
+        asked: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._config, self._crowd, self.rows, self._objective = config, crowd, rows, objective
         self._preferences = [*{id(own): own for own in preferences}.values()]
-        self._vote, self._exhausted = vote, exhausted
+        self._processes, self._exhausted, self._asked = processes, exhausted, asked
         self.at_most: int | None = None
         self.last_scores: Scores | None = None
         self._note = note
 
     def stop_reason(self) -> str | None:
         """The reason to stop that any process has received; None if there is none. A collective."""
-        return self._vote.vote().stop
+        return self._processes.agree(Ballot(0, stop=self._asked())).stop
 
     def keep_agents(self, config: Config, objective: TrainedObjective, kept: Sequence[int]) -> None:
         """Continue with the agents at these places, whose configuration and objective these are."""
@@ -357,12 +318,12 @@ class Evaluator:
         """
         results = list[T]()
         for part in sets:
-            size = min(batch_size, -(-len(part) // self._vote.num_processes))
+            size = min(batch_size, -(-len(part) // self._processes.num_processes))
             own = self.fitting(partial(self._in_rounds, what, step, len(part), partial(work, part)), step, size)
             self._note(phase=None, evaluation_batch_size=self.at_most)
             if own is None:
                 return None
-            results.append(join(self._vote.gather_object(own)))
+            results.append(join(self._processes.gather_object(own)))
         return results
 
     def fitting(self, work: Callable[[int], T], step: int, size: int) -> T:
@@ -381,19 +342,19 @@ class Evaluator:
         """
         self._note(phase="evaluation", evaluation_batch_size=size)
         with working(what, count, "rows") as shown:
-            rounds = Rounds(self._vote, count, size, shown.advance_to)
+            rounds = Rounds(self._processes, self._asked, count, size, shown.advance_to)
             own, complaint, failure = None, None, None
             try:
-                with self._vote.autocast(), self._crowd.base_model.plain():
+                with self._processes.autocast(), self._crowd.base_model.plain():
                     own, complaint = unless_out_of_memory(partial(work, rounds))
             except RewardFailed as error:  # the others learn it by the next vote
                 failure = error
-            rounds.end(out_of_memory=complaint is not None, failed=failure is not None)
-        if rounds.failed:
+            verdict = rounds.end(Ballot(0, out_of_memory=complaint is not None, failed=failure is not None))
+        if verdict.failed:
             raise failure or failed_elsewhere(f"evaluation after step {step}")
-        if rounds.stop is not None:
+        if verdict.stop is not None:
             return None
-        if rounds.out_of_memory:
+        if verdict.out_of_memory:
             raise MemoryError(complaint or "on another process")
         return own
 

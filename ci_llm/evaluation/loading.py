@@ -28,8 +28,9 @@ from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.rows import Rows, question_of
 from ci_llm.data.sources import joined_sizes, load_rows
 from ci_llm.data.tokens import TokenizedRows
+from ci_llm.distributed.processes import OneProcess
 from ci_llm.errors import BadInput, CiLlmError, ConfigError, DataError, OutOfMemory
-from ci_llm.evaluation.evaluator import Evaluator, OneProcess
+from ci_llm.evaluation.evaluator import Evaluator
 from ci_llm.objectives import SFT, head_size
 from ci_llm.objectives.grpo.rewards import require_answers
 

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from ci_llm.config import Config
 from ci_llm.core.durable import write_json
 from ci_llm.core.evaluation_file import NOBODY, Evaluation, Figure, Sureness
 from ci_llm.core.work import Listener, counted, listeners
@@ -33,7 +32,7 @@ from ci_llm.crowd.scoring import AnswerScores, Scores, base_scores
 from ci_llm.crowd.uncertainty import Calibration, fit, of_text, signals
 from ci_llm.data.order import share
 from ci_llm.data.rows import Chat, question_of
-from ci_llm.distributed.precision import autocast_dtype
+from ci_llm.distributed.precision import autocast
 from ci_llm.evaluation import loading
 from ci_llm.evaluation.evaluator import OF_BASE
 from ci_llm.evaluation.predictions import (
@@ -109,7 +108,7 @@ def _evaluate(request: loading.Request, checkpoint: Path | None) -> Evaluated:
     job = loading.load(request, checkpoint)
     if calibrated is not None:
         loading.require_new_rows(job)
-    with _autocast(job.config, job.crowd.device):
+    with autocast(job.config, job.crowd.device):
         if len(job.questions):
             prompts = [_prompt(job, number) for number in range(len(job.questions))]
             with open_predictions(output, _source(job), prompts, overwrite=request.overwrite) as predictions:
@@ -138,13 +137,6 @@ def _evaluate(request: loading.Request, checkpoint: Path | None) -> Evaluated:
         read=job.questions.read,
         calibrated=calibrated,
     )
-
-
-def _autocast(config: Config, device: torch.device) -> torch.autocast:
-    """Autocast as in the evaluations of a training."""
-    dtype = autocast_dtype(config.mixed_precision)
-    is_on = dtype is not None and (dtype != torch.float16 or device.type != "cpu")  # Accelerate takes fp32 there too
-    return torch.autocast(device.type, dtype, enabled=is_on)
 
 
 def _score(job: loading.Job) -> tuple[Scores, Scores]:

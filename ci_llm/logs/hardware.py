@@ -5,7 +5,6 @@ Without a driver the list of GPUs is empty. A value that a GPU does not report (
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
@@ -19,9 +18,7 @@ from typing import Any, TypeAlias
 import psutil
 import pynvml
 
-from ci_llm.core.durable import write_json
-
-logger = logging.getLogger(__name__)
+from ci_llm.core.durable import Refusals, write_json
 
 FILE_NAME = "gpu_stats.json"
 SAMPLES_KEPT = 360
@@ -54,7 +51,7 @@ def _monitor(path: Path, interval_s: float, still_held: Callable[[], bool], over
     """Sample until `over` is set."""
     samples, peaks = deque[Mapping[str, object]](maxlen=SAMPLES_KEPT), dict[str, float]()
     content = {"hostname": socket.gethostname(), "interval_s": interval_s, "peaks": peaks}
-    failing = is_over = False
+    refusals, is_over = Refusals(), False
     with gpus() as handles:
         while not is_over:
             # The first sample at once, and the last one at the end: even a short run has both.
@@ -63,14 +60,9 @@ def _monitor(path: Path, interval_s: float, still_held: Callable[[], bool], over
             samples.append({"time": round(time.time(), 3), "gpus": found, "host": host})
             for owner, values in {**{f"gpu{gpu['index']}": gpu for gpu in found}, "host": host}.items():
                 _note_peaks(peaks, owner, values)
-            try:
+            with refusals.of(f"{FILE_NAME} cannot be written, the run continues"):
                 if still_held():
                     write_json(path, content | {"samples": list(samples)})
-                failing = False
-            except OSError as error:
-                if not failing:
-                    logger.warning(f"{FILE_NAME} cannot be written, the run continues: {error}")
-                failing = True
 
 
 def _note_peaks(peaks: dict[str, float], owner: str, values: Reading) -> None:

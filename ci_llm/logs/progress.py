@@ -36,11 +36,6 @@ class Position:
     learning_rate: float | None = None
     agents: Sequence[str] = ()
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the agents, one for each loss."""
-        return [*self.agents] or [f"agent{k}" for k in range(len(self.losses))]
-
 
 class Speed:
     """Steps and tokens per second of training over the last minute, and the time left.
@@ -105,13 +100,13 @@ class ProgressLines:
         self._interval_s, self._clock = interval_s, clock
         self._last_s: float | None = None
         self._since: list[Sequence[float]] = []
-        self._names: list[str] = []
+        self._names: Sequence[str] = ()
 
     def of_step(self, position: Position, speed: Speed) -> str | None:
         """The line for a step; None if the last line is younger than the interval."""
         if position.losses:
-            self._since = [*(self._since if position.names == self._names else ()), position.losses]
-            self._names = position.names
+            self._since = [*(self._since if position.agents == self._names else ()), position.losses]
+            self._names = position.agents
         if not self._is_due() and position.step < position.total:
             return None
         self._last_s = self._clock()

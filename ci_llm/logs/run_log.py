@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from ci_llm.cluster.slurm import read_job
 from ci_llm.core import work
-from ci_llm.core.durable import write_bytes
+from ci_llm.core.durable import Refusals, write_bytes
 from ci_llm.core.quantities import duration, size
 from ci_llm.core.run_folder import METRICS_NAME, record_of
 from ci_llm.logs.progress import Position, ProgressLines, Speed
@@ -50,25 +50,20 @@ class AppendedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.still_held: Callable[[], bool] = lambda: True
-        self._may_be_cut, self._failing = True, False
+        self._may_be_cut, self._refusals = True, Refusals()
 
     def append(self, line: str) -> None:
         """Write `line` and a newline at the end of the file."""
         if not self.still_held():
             return
-        try:
+        with self._refusals.of(f"{self.path.name} cannot be written, the run continues"):
             start = "\n" if self._may_be_cut and _is_cut(self.path) else ""
+            self._may_be_cut = True
             with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 # Again, because the open may take long, for example while the machine sleeps.
                 if self.still_held():
                     file.write(f"{start}{line}\n")
-        except OSError as error:
-            self._may_be_cut = True
-            if not self._failing:
-                self._failing = True  # before the warning, which may come to this file as well
-                logger.warning(f"{self.path.name} cannot be written, the run continues: {error}")
-        else:
-            self._may_be_cut = self._failing = False
+            self._may_be_cut = False
 
 
 class MetricsFile(AppendedFile):

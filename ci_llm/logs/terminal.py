@@ -197,7 +197,7 @@ class View:
     def __init__(self, speed: Speed) -> None:
         self._speed = speed
         self._position: Position | None = None
-        self._losses: tuple[list[str], tuple[Sequence[float], ...]] = [], ()  # names of the agents, [steps][K]
+        self._losses: tuple[Sequence[str], tuple[Sequence[float], ...]] = (), ()  # names of the agents, [steps][K]
         self._works: tuple[Work, ...] = ()
 
     @property
@@ -210,8 +210,8 @@ class View:
         self._position = position
         if position is not None and position.losses:
             names, steps = self._losses
-            before = steps if position.names == names else ()
-            self._losses = position.names, (*before, position.losses)[-SMOOTHED_STEPS:]
+            before = steps if position.agents == names else ()
+            self._losses = position.agents, (*before, position.losses)[-SMOOTHED_STEPS:]
 
     def take_work(self, work: Work) -> None:
         """Take work that has begun, advanced or ended."""

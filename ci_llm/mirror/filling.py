@@ -13,14 +13,14 @@ from pathlib import Path, PurePosixPath
 
 from ci_llm.checkpoints.catalog import pinned_steps
 from ci_llm.checkpoints.checkpoint import write_files_as
-from ci_llm.checkpoints.layout import FINAL, committed, numbered_steps
+from ci_llm.checkpoints.layout import FINAL, committed, is_checkpoint_name, numbered_steps
 from ci_llm.checkpoints.lease import count_on_from
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import Opened, verify_folder
 from ci_llm.core.durable import make_folders, write_bytes
 from ci_llm.core.remote import cache_folder
 from ci_llm.errors import BadInput, CheckpointError, DamagedCheckpoint, MirrorUnreachable
-from ci_llm.mirror.head import NOBODY, Entry, Found, Head, Token, digest_of, is_checkpoint, read_token, write_token
+from ci_llm.mirror.head import NOBODY, Entry, Found, Head, Token, digest_of, read_token, write_token
 from ci_llm.mirror.objects import open_objects, require_writable
 from ci_llm.mirror.reader import MirrorReader
 from ci_llm.mirror.writer import another_run
@@ -35,7 +35,7 @@ def open_mirror(url: str, where: str) -> tuple[MirrorReader, Head, str | None]:
         BadInput: it is not the URL of a mirror. CheckpointError: no run has written there. MirrorUnreachable.
     """
     base, _, last = url.rstrip("/").rpartition("/")
-    name = last if is_checkpoint(last) else None
+    name = last if is_checkpoint_name(last) else None
     reader = MirrorReader(open_objects(url.rstrip("/") if name is None else base, where))
     head = reader.head()
     if head is None or not head.line + head.aside:

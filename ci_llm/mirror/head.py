@@ -23,8 +23,8 @@ from typing import Annotated, Final, TypeAlias
 
 from pydantic import AfterValidator
 
-from ci_llm.checkpoints.layout import FINAL
-from ci_llm.checkpoints.manifest import STEP_FOLDER, check_name
+from ci_llm.checkpoints.layout import FINAL, is_checkpoint_name
+from ci_llm.checkpoints.manifest import check_name
 from ci_llm.core.durable import make_folders, write_json
 from ci_llm.core.run_folder import read_known
 from ci_llm.core.typed_json import as_plain, as_type, seal, unseal
@@ -43,11 +43,6 @@ SENT: Final = re.compile(r"([0-9]{6})-[0-9a-f]{8}/")
 COPY: Final = re.compile(SENT.pattern + re.escape(HEAD))
 _PLACE: Final = re.compile(SENT.pattern + r"[0-9a-f]{32}")
 _WRITER: Final = re.compile(SENT.pattern.removesuffix("/"))
-
-
-def is_checkpoint(name: str) -> bool:
-    """True if a mirror may hold a checkpoint of this name."""
-    return name == FINAL or STEP_FOLDER.fullmatch(name) is not None
 
 
 def _require(valid: Callable[[str], object], text: str) -> str:
@@ -107,7 +102,7 @@ class Entry:
         place: the writer that sent it, and the digest of its manifest.
     """
 
-    name: Annotated[str, AfterValidator(partial(_require, is_checkpoint))]
+    name: Annotated[str, AfterValidator(partial(_require, is_checkpoint_name))]
     step: int
     nbytes: int
     place: Place

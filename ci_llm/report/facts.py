@@ -141,7 +141,8 @@ def _read_attempt(
 ) -> Attempt:
     """One attempt by its own files. The status of one that was followed may be damaged, or was never written."""
     status = newest if attempt == newest.attempt else kept_status(folder, attempt)
-    began = dict(run_folder.finite_numbers(run_folder.read_began(folder, attempt)))
+    told = run_folder.read_began(folder, attempt)
+    began = {key: each for key, each in told.items() if isinstance(each, int | float) and math.isfinite(each)}
     cause = run_folder.earliest_failure(run_folder.read_failures(folder, attempt))
     times = [line["time"] for line in lines]
     started = status.started if status else began.get("launched", min(times, default=newest.started))

@@ -10,17 +10,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
+from ci_llm.core import measures
 from ci_llm.core.durable import read_json
 from ci_llm.core.evaluation_file import Evaluation, Figure
-from ci_llm.core.measures import (
-    LEAST_ROWS,
-    METRICS,
-    hybrid_interval,
-    paired_interval,
-    place_of_trial,
-    share_interval,
-    unpaired_interval,
-)
 from ci_llm.core.run_folder import SEGMENTS, SWEEP, Record, parsed
 
 Row = Mapping[str, Any]
@@ -86,8 +78,8 @@ class Gain:
     @property
     def is_sure(self) -> bool | None:
         """True if the whole interval is on the better side of zero; None for too few rows."""
-        better = self.value if METRICS[self.measure].greater else -self.value
-        return None if self.rows < LEAST_ROWS else better > (self.interval95 or 0.0)
+        better = self.value if measures.METRICS[self.measure].greater else -self.value
+        return None if self.rows < measures.LEAST_ROWS else better > (self.interval95 or 0.0)
 
     def __str__(self) -> str:
         digits = 4 if self.measure == "nll" else 3
@@ -106,8 +98,8 @@ def scores(evaluation: Evaluation) -> list[Score]:
     def score(
         who: str, share: float | None, loss: float | None, rate: float | None = None, whole: bool = True
     ) -> Score:
-        has_interval = whole and share is not None and evaluation.n >= LEAST_ROWS and not is_free
-        low, high = share_interval(share or 0.0, evaluation.n) if has_interval else (None, None)
+        has_interval = whole and share is not None and evaluation.n >= measures.LEAST_ROWS and not is_free
+        low, high = measures.share_interval(share or 0.0, evaluation.n) if has_interval else (None, None)
         return Score(who, None if is_free else share, low, high, loss, rate)
 
     rates = evaluation.learning_rates or [None] * len(nll.agents)
@@ -239,13 +231,13 @@ def objective_lines(evaluation: Evaluation) -> Iterator[str]:
         why = "all rows that were evaluated are good, or all are bad"
     for name, found in evaluation.objective_figures.items():
         if found.crowd is None or math.isnan(found.crowd):
-            yield f"{METRICS[name].told}: not known, for {why}"
+            yield f"{measures.METRICS[name].told}: not known, for {why}"
             continue
         agents = ", ".join(f"{own:.3f}" for own in found.agents)
         within = " ({:.3f} to {:.3f})".format(*found.intervals95.crowd) if found.intervals95 else ""
         gain = found.crowd_minus_mean
         over = f"; crowd - mean {gain.value:+.3f} ± {gain.interval95:.3f}" if gain and gain.interval95 else ""
-        yield f"{METRICS[name].told}: crowd {found.crowd:.3f}{within}; agents {agents}{over}"
+        yield f"{measures.METRICS[name].told}: crowd {found.crowd:.3f}{within}; agents {agents}{over}"
 
 
 def how_measured(evaluation: Evaluation) -> str:
@@ -300,17 +292,17 @@ def differences(
         yield Gain(_crowd(one.nll) - _crowd(other.nll), None, False, rows, "nll")
     elif pairs := _joined(own_rows, other_rows):
         apart = [float(a) - float(b) for a, b in pairs]
-        yield Gain(fmean(apart), paired_interval(apart), True, len(pairs))
+        yield Gain(fmean(apart), measures.paired_interval(apart), True, len(pairs))
     else:
         own, others = _crowd(one.exact_match), _crowd(other.exact_match)
-        yield Gain(own - others, unpaired_interval(own, one.n, others, other.n), False, rows)
+        yield Gain(own - others, measures.unpaired_interval(own, one.n, others, other.n), False, rows)
     known, theirs = one.objective_figures, other.objective_figures
     for name in (name for name in known if name in theirs):
         mine, their = known[name], theirs[name]
         half = None
         if mine.intervals95 and their.intervals95:
             ends, their_ends = mine.intervals95.crowd, their.intervals95.crowd
-            half = hybrid_interval(_crowd(mine), ends, _crowd(their), their_ends)
+            half = measures.hybrid_interval(_crowd(mine), ends, _crowd(their), their_ends)
         yield Gain(_crowd(mine) - _crowd(their), half, False, rows, name)
 
 
@@ -374,7 +366,7 @@ def _leaderboard(path: Path) -> Leaderboard | None:
     record: Any = read_json(path)
     metric, steps = record["plan"]["metric"], record["plan"]["steps"]
     trials = [trial for trial in record["trials"] if trial["scores"]]
-    trials.sort(key=lambda trial: place_of_trial(trial["id"], trial["scores"], metric))
+    trials.sort(key=lambda trial: measures.place_of_trial(trial["id"], trial["scores"], metric))
     keys = dict.fromkeys(key for trial in trials for key in trial["settings"])
     rows = []
     for trial in trials:

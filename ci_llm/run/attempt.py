@@ -22,15 +22,8 @@ from ci_llm.cluster.launch import SUPERVISED, Launch, shell_line
 from ci_llm.cluster.slurm import read_job, requeue
 from ci_llm.cluster.starter import exit_code_told
 from ci_llm.config import Config, parse_config
+from ci_llm.core import run_folder
 from ci_llm.core.memory import is_out_of_memory
-from ci_llm.core.run_folder import (
-    PEER_LOST,
-    Failure,
-    attempt_folder,
-    attempts_without_progress,
-    record_attempt,
-    write_failure,
-)
 from ci_llm.core.run_status import RunStatus, keep_status, readable_status
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, CiLlmError, ConfigError, GivenUp, PeerLost, WriterBusy
@@ -98,7 +91,7 @@ class Attempt:
     @property
     def folder(self) -> Path:
         """Where the processes of this attempt leave files for each other and for later readers."""
-        return attempt_folder(self.config.run_folder, self.number)
+        return run_folder.attempt_folder(self.config.run_folder, self.number)
 
     def begin(self, processes: Processes, step: int, when_leased: Callable[[int], object] = lambda _: None) -> None:
         """Lease the folder, and record that this attempt begins at `step`. A collective.
@@ -120,7 +113,7 @@ class Attempt:
         try:
             keep_status(folder)
             when_leased(number)
-            record_attempt(folder, number, step, _place())
+            run_folder.record_attempt(folder, number, step, _place())
         except OSError as error:
             raise CheckpointError(
                 f"the run cannot begin here: {error.strerror}",
@@ -154,16 +147,6 @@ class Attempt:
             self.failed(step(), error)
             raise
 
-    def wait_for_last_save(self, stop: str | None) -> None:
-        """Wait until the last step is saved, also in the mirror, before the status says how the run has ended.
-
-        Args:
-            stop: why the run was asked to stop; None if it is complete.
-        """
-        self.manager.wait_until_finished()
-        self.log.report_save(self.manager.last_result)
-        self.mirror.send_last_save(stop)
-
     def interrupted(self, reason: str) -> None:
         """Record and tell that the attempt was interrupted, at the step from which the same command resumes."""
         step = self.status.current.step
@@ -196,7 +179,7 @@ class Attempt:
             return None
         reason, step = self._interruption
         self._interruption = None  # SLURM is asked once
-        without_progress = attempts_without_progress(self.config.run_folder, step)
+        without_progress = run_folder.attempts_without_progress(self.config.run_folder, step)
         line = requeue(self.config.requeue, reason, without_progress=without_progress)
         if line:
             logger.info(line)
@@ -271,9 +254,9 @@ class Attempt:
         """Two writes, of which a disk may refuse either: this process fails, and the attempt fails."""
         reason, index = reason_of(error), self.launch.process_index
         failed_at = error.step if isinstance(error, GivenUp) and error.step is not None else step
-        failure = Failure.of(error, reason, index, failed_at)
+        failure = run_folder.Failure.of(error, reason, index, failed_at)
         return (
-            partial(write_failure, self.config.run_folder, self.number, index, failure),
+            partial(run_folder.write_failure, self.config.run_folder, self.number, index, failure),
             partial(self.status.finish, "failed", reason, command_line(self.launch)),
         )
 
@@ -329,7 +312,7 @@ def _own_words() -> list[str]:
 def reason_of(error: BaseException) -> str:
     """The reason of a failure for status.json: `nonfinite`, `disk_full`, ..., or `error:` and the type of the error."""
     if isinstance(error, PeerLost):
-        return PEER_LOST
+        return run_folder.PEER_LOST
     for cause in _causes(error):
         if isinstance(cause, GivenUp):
             return cause.reason

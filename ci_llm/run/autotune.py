@@ -33,15 +33,7 @@ from ci_llm.interrupts import Interrupts
 from ci_llm.lora.kernels import PARTS
 from ci_llm.lora.passes import describe_error, distance, tolerance
 from ci_llm.lora.reading import compute_dtype
-from ci_llm.run.exactness import (
-    ForwardBackward,
-    fixed_batch,
-    forward_backward_of,
-    kernels_of,
-    layer_pass,
-    longest_micro_batch,
-    on_one_layer,
-)
+from ci_llm.run import exactness
 from ci_llm.run.trainer import Trainer
 
 KERNEL_TOKENS: Final = 128  # of the rows on which kernels are tried
@@ -59,17 +51,17 @@ def select_kernels(trainer: Trainer) -> list[str]:
     """Try the fast kernels, unless plain ones are configured; returns lines for people. A collective."""
     if trainer.config.kernels == PLAIN:
         return []
-    rows = _shortest(longest_micro_batch(trainer))
+    rows = _shortest(exactness.longest_micro_batch(trainer))
     own_rows = trainer.training_rows.are_own
-    batch = fixed_batch(trainer.crowd, rows, own_rows=own_rows, key="rows of a trial", most_targets=TARGETS)
-    return approve_kernels(trainer.crowd, batch, forward_backward_of(trainer), trainer.processes)
+    batch = exactness.fixed_batch(trainer.crowd, rows, own_rows=own_rows, key="rows of a trial", most_targets=TARGETS)
+    return approve_kernels(trainer.crowd, batch, exactness.forward_backward_of(trainer), trainer.processes)
 
 
 Found = list[Tensor] | str  # losses and gradients, or why there are none
 
 
 def approve_kernels(
-    crowd: Crowd, batch: MicroBatch, forward_backward: ForwardBackward, processes: Processes
+    crowd: Crowd, batch: MicroBatch, forward_backward: exactness.ForwardBackward, processes: Processes
 ) -> list[str]:
     """Let the crowd compute fast what gives the same on every process; returns lines for people. A collective.
 
@@ -129,7 +121,9 @@ def _shortest(lengths: Sequence[int]) -> list[int]:
     return taken
 
 
-def _computed(crowd: Crowd, batch: MicroBatch, forward_backward: ForwardBackward, parts: Sequence[str]) -> Found:
+def _computed(
+    crowd: Crowd, batch: MicroBatch, forward_backward: exactness.ForwardBackward, parts: Sequence[str]
+) -> Found:
     """Losses and gradients with these parts computed fast."""
 
     def losses_and_gradients(_: nn.Module, trained: list[nn.Parameter]) -> list[Tensor]:
@@ -141,7 +135,7 @@ def _computed(crowd: Crowd, batch: MicroBatch, forward_backward: ForwardBackward
             crowd.base_model.compute_fast(())
 
     try:
-        return on_one_layer(crowd, losses_and_gradients)
+        return exactness.on_one_layer(crowd, losses_and_gradients)
     except Exception as error:  # noqa: BLE001 - families raise errors of every kind
         return describe_error(error)  # raises what says nothing about the base
 
@@ -162,13 +156,13 @@ def select_threads(trainer: Trainer, interrupts: Interrupts, recorded: Mapping[s
     if threads != AUTO:
         torch.set_num_threads(threads)
         return None
-    lengths = longest_micro_batch(trainer)
+    lengths = exactness.longest_micro_batch(trainer)
     cache_key = {
         **names(crowd.device)["machine"],
         "base": [trainer.loaded.base.fingerprint, config.mixed_precision],
-        "how": [kernels_of(config, crowd), crowd.storage.pass_per_agent, lengths, crowd.storage.sizes],
+        "how": [exactness.kernels_of(config, crowd), crowd.storage.pass_per_agent, lengths, crowd.storage.sizes],
     }
-    workload = layer_pass(trainer, lengths, most_targets=TARGETS)
+    workload = exactness.layer_pass(trainer, lengths, most_targets=TARGETS)
     return set_fastest_threads(workload, cache_key, processes, interrupts)
 
 

@@ -43,11 +43,10 @@ from ci_llm.run.emergency_save import EmergencySave
 from ci_llm.run.evaluation import conclude, known_conclusion, note_evaluation
 from ci_llm.run.exactness import record_bits, resume_exactly
 from ci_llm.run.loop import steps, train
-from ci_llm.run.reporting import call_event, contents_of, describe_stop, keys_to_go_on, outlook, position
+from ci_llm.run.reporting import call_event, contents_of, describe_stop, in_force, keys_to_go_on, outlook, position
 from ci_llm.run.result import Result, log_next_steps, push_result, write_page
 from ci_llm.run.run_checkpoint import Resume, config_of_checkpoint
 from ci_llm.run.start import beginning
-from ci_llm.run.start.inherited import Inherited, in_force
 from ci_llm.run.start.loading import Loaded
 from ci_llm.run.step.callbacks import Callbacks
 from ci_llm.run.step.state import TrainState
@@ -179,31 +178,26 @@ def run_attempt(
         given: see `run_job`.
     """
     config, shared = attempt.config, loaded is not None
-    with _sent(attempt), ends_if_stopped(attempt.interrupts, processes.patience, config.interrupted_exit_code):
-        start, inherited = _beginning(config, processes, attempt)
+    stopping = ends_if_stopped(attempt.interrupts, processes.patience, config.interrupted_exit_code)
+    with attempt.mirror, ExitStack() as before_the_last_files, stopping:
+        before_the_last_files.callback(attempt.log.finish_trackers)
+        try:
+            start, inherited = beginning.agree_on_start(config, processes, attempt.manager, attempt.mirror)
+        except ProgressLost as error:
+            attempt.refused(error)
+            raise
         before = config_of_checkpoint(start.source) if start.source else None
         trainer = build(config, processes, attempt, loaded, before, given)
-        with ExitStack() as at_the_end:
-            if shared:
-                at_the_end.callback(trainer.crowd.detach)
-            _resume(trainer, attempt, start, inherited)
-            start = replace(start, source=None)  # its tensors are in place
-            find = partial(known_conclusion, config.run_folder, trainer.state.step)
-            known = processes.on_main(find) if trainer.is_finished else None
-            if known is not None:
-                told = f"This run is complete at step {trainer.state.step}; nothing is left to do."
-                return _completed(trainer, known, told, alone=not shared)
-            return _train_and_conclude(trainer, attempt, start, alone=not shared)
-
-
-@contextmanager
-def _sent(attempt: Attempt) -> Iterator[None]:
-    """Finish the trackers after the block, and send the last files, while the folder is leased to this attempt."""
-    with attempt.mirror:
-        try:
-            yield
-        finally:
-            attempt.log.finish_trackers()
+        if shared:
+            before_the_last_files.callback(trainer.crowd.detach)
+        _resume(trainer, attempt, start, inherited)
+        start = replace(start, source=None)  # its tensors are in place
+        find = partial(known_conclusion, config.run_folder, trainer.state.step)
+        known = processes.on_main(find) if trainer.is_finished else None
+        if known is not None:
+            told = f"This run is complete at step {trainer.state.step}; nothing is left to do."
+            return _completed(trainer, known, told, alone=not shared)
+        return _train_and_conclude(trainer, attempt, start, alone=not shared)
 
 
 def _train_and_conclude(trainer: Trainer, attempt: Attempt, start: beginning.Start, *, alone: bool) -> Result:
@@ -219,7 +213,10 @@ def _train_and_conclude(trainer: Trainer, attempt: Attempt, start: beginning.Sta
             if stop is None:
                 stop, found = conclude(trainer, attempt)
             call_event(trainer, attempt, "on_train_end")
-        attempt.wait_for_last_save(stop)
+        # The last step is saved, also in the mirror, before the status says how the run has ended.
+        attempt.manager.wait_until_finished()
+        attempt.log.report_save(attempt.manager.last_result)
+        attempt.mirror.send_last_save(stop)
     return _ended(trainer, attempt, stop, found, alone=alone)
 
 
@@ -246,16 +243,7 @@ def _completed(trainer: Trainer, found: Evaluation, told: str, *, alone: bool) -
     return Result("completed", trainer.state.step, trainer.config.run_folder, found)
 
 
-def _beginning(config: Config, processes: Processes, attempt: Attempt) -> tuple[beginning.Start, Inherited]:
-    """Where the attempt begins, and what earlier ones have left for it. A collective."""
-    try:
-        return beginning.agree_on_start(config, processes, attempt.manager, attempt.mirror)
-    except ProgressLost as error:
-        attempt.refused(error)
-        raise
-
-
-def _resume(trainer: Trainer, attempt: Attempt, start: beginning.Start, inherited: Inherited) -> None:
+def _resume(trainer: Trainer, attempt: Attempt, start: beginning.Start, inherited: beginning.Inherited) -> None:
     """Bring the run to the checkpoint that it resumes from, if there is one, and to what earlier attempts have left."""
     recorded: Any = {}
     if start.note:
@@ -270,7 +258,7 @@ def _resume(trainer: Trainer, attempt: Attempt, start: beginning.Start, inherite
     trainer.crowd.storage.pass_per_agent |= trainer.state.recovery.pass_per_agent
     if trainer.state.recovery.recompute:
         trainer.crowd.gradient_checkpointing_enable()
-    for line in [*in_force(trainer.state, trainer.config.batch_size), *inherited.recovery.because]:
+    for line in [*in_force(trainer), *inherited.recovery.because]:
         _log_line(f"recovery: {line}")
     for line in select_kernels(trainer):
         _log_line(f"kernels   {line}")

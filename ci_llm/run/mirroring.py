@@ -137,14 +137,7 @@ class RunMirror:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        self.end(error)
-
-    def end(self, error: BaseException | None) -> None:
-        """Send the last files of an attempt, and end the thread of the mirror.
-
-        Args:
-            error: the error that ended the attempt. After a KeyboardInterrupt nothing is sent.
-        """
+        """Send the last files of an attempt, unless a KeyboardInterrupt ended it, and end the thread of the mirror."""
         if self._mirror is None:
             return
         try:

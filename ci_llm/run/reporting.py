@@ -55,7 +55,10 @@ def report(trainer: Trainer, attempt: Attempt, verdict: Verdict, findings: Findi
             attempt.learning.look(norms.tolist())
         attempt.learning.report(attempt.status, trainer.present_config.learning_rates)
     line = _rates_and_epochs(trainer) | metrics.means() | recovery_metrics(state, trainer.config.batch_size)
-    line |= memory_in_use(trainer.crowd.device) | metrics.speed() | attempt.mirror.metrics()
+    line["memory/resident_bytes"] = psutil.Process().memory_info().rss
+    if trainer.crowd.device.type == "cuda":
+        line["memory/cuda_peak_bytes"] = torch.cuda.max_memory_allocated(trainer.crowd.device)  # that tensors reached
+    line |= metrics.speed() | attempt.mirror.metrics()
     attempt.log.metrics(step, line)
     metrics.restart()
     call_event(trainer, attempt, "on_log", logs=line)
@@ -79,17 +82,9 @@ def _rates_and_epochs(trainer: Trainer) -> dict[str, Any]:
     return line
 
 
-def memory_in_use(device: torch.device) -> dict[str, int]:
-    """Bytes of this process: resident, and on a GPU the peak that its tensors reached."""
-    figures = {"memory/resident_bytes": psutil.Process().memory_info().rss}
-    if device.type == "cuda":
-        figures["memory/cuda_peak_bytes"] = torch.cuda.max_memory_allocated(device)
-    return figures
-
-
 def call_event(trainer: Trainer, attempt: Attempt, event: Event, **values: Mapping[str, Any]) -> None:
     """Call the callbacks of an event. If one of them asks for a stop, the next vote tells all processes."""
-    if attempt.callbacks:
+    if attempt.callbacks.hears(event):
         step, is_main = trainer.state.step, trainer.processes.is_main_process
         state = TrainerState(step, trainer.total_steps, trainer.training_rows.epoch(step), is_main)
         with trainer.heartbeat.resting():
@@ -161,6 +156,24 @@ def outlook(trainer: Trainer) -> Iterator[str]:
     yield f"optimizer {optimizer}, learning_rate {config.learning_rates}, {kinds}"
     for change in trainer.state.history.planned:
         yield f"          crowd: after step {change.step} of {steps}, {change}"
+
+
+def in_force(trainer: Trainer) -> Iterator[str]:
+    """Lines about what the run does otherwise than its configuration says, because of faults."""
+    recovery = trainer.state.recovery
+    if recovery.requested_lr_factor != 1.0:
+        yield f"learning rate x {recovery.requested_lr_factor:.3g} for all agents"
+    for agent in trainer.state.agents:
+        if agent.recovery.lr_factor != 1.0:
+            yield f"learning rate x {agent.recovery.lr_factor:.3g} for {agent.name}"
+    if trainer.micro_batch_size < trainer.config.batch_size:
+        yield f"micro-batch of at most {trainer.micro_batch_size} row(s), the effective batch holds"
+    if recovery.pass_per_agent:
+        yield "every agent takes a pass of its own"
+    if recovery.recompute:
+        yield "layers are recomputed in the backward pass"
+    if recovery.bad_batches:
+        yield f"steps skipped: {', '.join(str(batch.step + 1) for batch in recovery.bad_batches)}"
 
 
 def describe_stop(trainer: Trainer, pace: Pace) -> str:

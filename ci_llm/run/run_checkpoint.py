@@ -160,7 +160,9 @@ class Resume:
         own = self.trainer.description.files[META]
         before, now = shape_of(self.source.state), shape_of({META: own})
         pairs = {key: (before[key], now[key]) for key in now}
-        if not self._is_same_base():
+        # A base that another device loads in another precision (`model_dtype: null`) is compared rounded to bf16.
+        weights = "base" if len({*self.precisions()}) == 1 else "base_rounded"
+        if self.fingerprints[weights] != self.trainer.description.fingerprints[weights]:
             pairs |= {
                 "model_name": (short_name(meta["base_model_name_or_path"]), short_name(self.trainer.loaded.base.name)),
                 "weights of the base": (meta["base_fingerprint"], own["base_fingerprint"]),
@@ -203,15 +205,6 @@ class Resume:
         """What differs from the settings of the checkpoint; `model_dtype` by what it means on this device."""
         before, now = self.precisions()
         return [c for c in self._config.diff(self.trainer.config) if c.key != "model_dtype" or before != now]
-
-    def _is_same_base(self) -> bool:
-        """True if the base has the weights of the checkpoint, bit by bit.
-
-        If another device loads them in another precision (`model_dtype: null`), they are compared rounded to bf16.
-        """
-        before, now = self.precisions()
-        key = "base" if before == now else "base_rounded"
-        return bool(self.fingerprints[key] == self.trainer.description.fingerprints[key])
 
     def precisions(self) -> tuple[str, str]:
         """The precision of the base, in the checkpoint and here."""

@@ -16,13 +16,13 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, model_has_dtensor
 from torch import nn
 from torch.utils import deterministic
 
 from ci_llm.base.load import Base
 from ci_llm.base.targets import absent_targets
+from ci_llm.checkpoints.gradients import inner_optimizer
 from ci_llm.config import Config, as_typed
 from ci_llm.config.own_keys import NAME
 from ci_llm.core.run_folder import OF_A_RUN, SWEEP
@@ -36,7 +36,7 @@ from ci_llm.data.sources import row_kind
 from ci_llm.distributed.precision import slow_bf16
 from ci_llm.distributed.processes import Processes, peer_errors
 from ci_llm.errors import ConfigError
-from ci_llm.evaluation.evaluator import Evaluator, StopVote
+from ci_llm.evaluation.evaluator import Evaluator
 from ci_llm.run.attempt import Attempt
 from ci_llm.run.optimizer import build_optimizer
 from ci_llm.run.start import agent_settings, loading
@@ -105,8 +105,7 @@ class Trainer:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer itself, which moves the agents; `prepared` has it as Accelerate wraps it."""
-        found: torch.optim.Optimizer = self.prepared.optimizer
-        return found.optimizer if isinstance(found, AcceleratedOptimizer) else found
+        return inner_optimizer(self.prepared.optimizer)
 
     @property
     def training_rows(self) -> TrainingRows:
@@ -275,6 +274,11 @@ def assemble(config: Config, processes: Processes, attempt: Attempt, loaded: loa
     optimizer = build_optimizer(config, crowd.agents)
     attempt.manager.watch(optimizer)
     memory = MemoryRelief(config, loaded.base, crowd, processes.num_processes)
+
+    def asked_to_stop() -> str | None:
+        heartbeat.tick()
+        return attempt.interrupts.stop_reason
+
     objective = objective_of(config, crowd)
     return Trainer(
         config=config,
@@ -299,9 +303,10 @@ def assemble(config: Config, processes: Processes, attempt: Attempt, loaded: loa
             EvaluationRows.of(loaded.eval_rows),  # answers alone are evaluated, whatever is learned
             objective,
             loaded.preferences,
-            StopVote(processes, attempt.interrupts, heartbeat.tick),
+            processes,
             memory.exhausted,
             lambda **fields: attempt.status.note(**fields),  # the status is another object once the attempt has begun
+            asked_to_stop,
         ),
         heartbeat=heartbeat,
         rollouts=Rollouts(Drawer(crowd, heartbeat.tick), processes),

@@ -82,7 +82,7 @@ class Watchdog:
 
     def __init__(self, attempt: Attempt, heartbeat: Heartbeat, step: Callable[[], int]) -> None:
         self._attempt, self._step = attempt, step
-        self._run_folder, self._processes = attempt.config.run_folder, attempt.processes
+        self._processes = attempt.processes
         self._heartbeat = heartbeat
         self._meeting = attempt.folder / "hang"
         self._over = threading.Event()
@@ -141,7 +141,7 @@ class Watchdog:
 
     def _append_to_log(self, text: str) -> None:
         """Append without `RunLog`, which writes on the main process only, and whose lock the main thread may hold."""
-        with Path(self._run_folder, LOG_NAME).open("a", encoding="utf-8") as log:
+        with Path(self._attempt.config.run_folder, LOG_NAME).open("a", encoding="utf-8") as log:
             log.write(text)
 
     def _wait_for_others(self) -> None:

@@ -126,7 +126,9 @@ class Supervisor:
             while decision.exit_code is None:
                 decision = self._run_attempt()
             self._summarise(decision)
-            self._clean_up_wandb(decision)
+            if self._wandb_cleanup is not None:
+                timeout_s = _HURRIED_CLEANUP_S if decision.action == "requeue" else _CLEANUP_S
+                _log_all(self._wandb_cleanup.delete_failed(timeout_s=timeout_s))
         finally:
             _log_all(self._target.clean_up())
         # The last act: SLURM ends this process as soon as it requeues its job.
@@ -177,11 +179,6 @@ class Supervisor:
 
     def _with_stop_request(self, outcome: Outcome) -> Outcome:
         return replace(outcome, stopping=self._interrupts.stop_reason is not None)
-
-    def _clean_up_wandb(self, decision: Decision) -> None:
-        if self._wandb_cleanup is not None:
-            timeout_s = _HURRIED_CLEANUP_S if decision.action == "requeue" else _CLEANUP_S
-            _log_all(self._wandb_cleanup.delete_failed(timeout_s=timeout_s))
 
     # The log
 

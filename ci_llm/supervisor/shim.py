@@ -132,21 +132,15 @@ def _run_command(command: list[str], control: _ControlPipe, report_fd: int, grac
         _report(report_fd, {"returncode": process.returncode})
         killed = process_tree.end(grace_s, settle_s=_SETTLE_S, kill_ordered=control.kill_ordered)
     else:
-        killed = _end(control.read_signal(), grace_s, control)
+        number = control.read_signal()
+        if number not in (_TERM, _KILL):
+            process_tree.ask(number, grace_s, kill_ordered=control.kill_ordered)
+        # TERM is for what ignores the first signal: a job in the background of a shell ignores INT.
+        killed = process_tree.end(grace_s, kill_ordered=control.kill_ordered)
         if select.select([over_fd], [], [], _SETTLE_S)[0]:
             _report(report_fd, {"returncode": process.returncode})
     process_tree.reap()
     _report(report_fd, {"killed": killed})
-
-
-def _end(number: int, grace_s: float, control: _ControlPipe) -> list[str]:
-    """End the command by a signal, then by TERM, then by KILL, with the grace after each of the first two.
-
-    TERM is for what ignores the first signal: a job in the background of a shell ignores INT.
-    """
-    if number not in (_TERM, _KILL):
-        process_tree.ask(number, grace_s, kill_ordered=control.kill_ordered)
-    return process_tree.end(grace_s, kill_ordered=control.kill_ordered)
 
 
 def _when_over(process: subprocess.Popen[bytes]) -> int:

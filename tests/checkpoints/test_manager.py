@@ -26,11 +26,11 @@ from torch import Tensor
 from ci_llm.checkpoints.async_saver import Arena, Copy
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.layout import numbered_steps, open_step
-from ci_llm.checkpoints.lease import Owner
+from ci_llm.checkpoints.lease import HEARTBEATS_PER_TIMEOUT, Owner
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.restoring import load_into
 from ci_llm.checkpoints.state_files import DTYPES, entries_of, files_of, read_state, write_safetensors
-from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S
+from ci_llm.checkpoints.store import SURVIVOR_TIMEOUT_S, WRITER_TIMEOUT_S
 from ci_llm.core.typed_json import load_json
 from ci_llm.errors import CheckpointError, DamagedCheckpoint, ForeignCheckpoint, WriterBusy
 from tests.support import campaign, loops
@@ -277,19 +277,6 @@ def test_info_is_in_the_manifest_and_may_not_use_its_keys(managers: Any) -> None
         manager.save(2, {"a": 1}, info={"step": 3})
 
 
-def test_a_damaged_file_is_named(managers: Any, tmp_path: Path) -> None:
-    manager = managers()
-    manager.save(1, {"optimizer": {"m": torch.ones(100), "v": torch.zeros(100)}})
-    path = tmp_path / "run" / "checkpoint_step_1" / "optimizer.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(DamagedCheckpoint, match=r"optimizer\.safetensors has another digest"):
-        manager.verify(1)
-    with pytest.raises(DamagedCheckpoint, match=r"optimizer\.safetensors has"):
-        manager.restore(1)
-
-
 # Coming back
 
 
@@ -471,6 +458,7 @@ def test_a_process_that_lost_its_peer_takes_over_and_commits_its_last_step(manag
     assert survivor.all_steps() == [1, 2]
     assert survivor.verify(2).info["epoch"] == 0.5
     assert not dead.store.holds_lease()
+    assert WRITER_TIMEOUT_S / HEARTBEATS_PER_TIMEOUT < SURVIVOR_TIMEOUT_S
 
 
 def test_a_checkpoint_from_elsewhere_that_the_disk_refuses_is_an_error(managers: Any, tmp_path: Path) -> None:

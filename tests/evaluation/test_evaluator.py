@@ -16,9 +16,10 @@ from ci_llm.crowd.objective import objective_of
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize
+from ci_llm.distributed.processes import OneProcess
 from ci_llm.errors import OutOfMemory
 from ci_llm.evaluation import evaluator
-from ci_llm.evaluation.evaluator import Evaluator, OneProcess
+from ci_llm.evaluation.evaluator import Evaluator
 from tests.support.crowds import K, disturbed_crowd
 
 ROWS = 6

@@ -16,9 +16,10 @@ def drawn(width: int, num_agents: int, *works: Work) -> list[str]:
     clock = Clock()
     speed = Speed(clock)
     view = View(speed)
+    names = [f"agent{k}" for k in range(num_agents)]
     for step in range(1200, 1205):
         losses = [1.0 + k / 100 for k in range(num_agents)]
-        position = Position(step, 4000, losses, tokens=3000 * step, epoch=1.2, learning_rate=9.4e-4)
+        position = Position(step, 4000, losses, 3000 * step, 1.2, 9.4e-4, names)
         speed.mark(position)
         view.take_position(position)
         clock.now += 0.5

@@ -51,7 +51,8 @@ def open_log(tmp_path: Path) -> Iterator[Callable[..., RunLog]]:
 
 
 def at(step: int, num_agents: int = 4) -> Position:
-    return Position(step, 4000, [1.0 + k / 100 for k in range(num_agents)], 1000 * step, step / 1000, 1e-3)
+    losses, names = [1.0 + k / 100 for k in range(num_agents)], [f"agent{k}" for k in range(num_agents)]
+    return Position(step, 4000, losses, 1000 * step, step / 1000, 1e-3, names)
 
 
 def shows(*texts: str) -> Callable[[list[str]], bool]:
@@ -190,7 +191,7 @@ def test_a_terminal_that_cannot_redraw_gets_lines(
     value: str,
 ) -> None:
     monkeypatch.setenv(name, value)
-    open_log(terminal).progress(Position(1, 4, [1.0]))
+    open_log(terminal).progress(Position(1, 4, [1.0], agents=["agent0"]))
     terminal.wait_for("the line", lambda screen: screen == ["step 1/4  25%  loss 1"])
     assert "\x1b" not in terminal.text
 

@@ -150,18 +150,9 @@ def test_commands_can_be_typed_whatever_the_folder_is_called(tmp_path: Path) -> 
     assert ["ci-llm", "chat", str(run)] in words
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("nowhere", "there is no such folder"),
-        ("", "this is not the folder of a run: it has no status.json"),
-        ("s3://b/run", "a disk"),
-    ],
-)
-def test_a_folder_that_is_not_a_run_is_refused(
-    path: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["report", path if "://" in path else str(tmp_path / path)]) == 2
+@pytest.mark.parametrize(("path", "message"), [(".", "it has no status.json"), ("s3://b/run", "a disk")])
+def test_a_folder_that_is_not_a_run_is_refused(path: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", path]) == 2
     assert message in capsys.readouterr().err
 
 

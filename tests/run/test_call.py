@@ -226,7 +226,7 @@ def test_an_interrupted_job_is_requeued_after_everything_else(tmp_path: Path, mo
 
     monkeypatch.setattr(job, "write_page", noted("page", job.write_page))
     monkeypatch.setattr(RunLog, "finish_trackers", noted("trackers", RunLog.finish_trackers))
-    monkeypatch.setattr(RunMirror, "end", noted("mirror", RunMirror.end))
+    monkeypatch.setattr(RunMirror, "__exit__", noted("mirror", RunMirror.__exit__))
     monkeypatch.setattr(attempt, "requeue", noted("put back", lambda *_, **__: "SLURM job 7 is put back"))
     monkeypatch.setattr(CheckpointManager, "close", noted("lease", CheckpointManager.close))
     result = ci_llm.train(KEYS, output_dir=tmp_path / "run", callbacks=[StopAt(1)])

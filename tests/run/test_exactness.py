@@ -66,16 +66,6 @@ def test_interrupted_and_resumed(trials: Trials, cell: Cell) -> None:
     assert not differences(trials.reference(cell), trials.interrupted(cell))
 
 
-@pytest.mark.parametrize("name", sampled(["SIGKILL", "SIGTERM"], ["SIGKILL"]))
-def test_ended_in_an_evaluation(trials: Trials, name: str) -> None:
-    """Killed there the run resumes from the step before it, which was saved; asked to stop, it saves that step."""
-    cell = Cell("mid epoch 1", dropout=0.1)
-    killed = name == "SIGKILL"
-    fate = Fate(name, cell.saved_step, micro_step=None, committed=cell.saved_step if killed else None)
-    folder = trials.ended(cell, fate, save_steps=cell.saved_step if killed else "null")
-    assert not differences(trials.reference(cell), trials.resumed(cell, folder))
-
-
 def test_a_process_without_rows_has_its_generators_restored(trials: Trials) -> None:
     """The only step after the resume has one row, so the second process draws nothing that would reset them."""
     cell = Cell(dropout=0.1, ranks=2)

@@ -150,14 +150,6 @@ def test_a_suspended_limit_counts_no_silence_and_learns_nothing() -> None:
 # A full disk
 
 
-def test_a_checkpoint_that_finds_no_space_is_dropped_and_the_run_continues(server: ForkServer, tmp_path: Path) -> None:
-    fault = Fault("disk full", steps=tuple(range(3, 8)), times=1)  # a save is written beside the steps that follow
-    assert train(server, tmp_path, fault, save_steps=4) == [0], said(tmp_path)
-    assert [kind for kind, *_ in fired(tmp_path)] == ["disk full"]
-    assert "checkpoint_step_4 is dropped" in said(tmp_path)
-    assert read_status(tmp_path / "run").status == "completed"
-
-
 @pytest.mark.parametrize("ranks", sampled([1, 2], [2]))
 def test_a_run_whose_results_find_no_space_is_not_completed(ranks: int, server: ForkServer, tmp_path: Path) -> None:
     fault = Fault("disk full", steps=(11,))

@@ -13,7 +13,6 @@ from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.cli.main import main
 from ci_llm.config import Config
 from ci_llm.crowd.crowd import Crowd
-from ci_llm.crowd.lora_model import LoraModel
 from ci_llm.lora import kernels
 from ci_llm.lora.kernels import PARTS
 from ci_llm.run.autotune import approve_kernels
@@ -73,21 +72,6 @@ def test_a_trial_leaves_base_and_generators_as_they_were(own_rows: bool) -> None
     tried(crowd, own_rows=own_rows)
     assert_same(before, everything(crowd))
     assert crowd.base_model.fast == fast
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("threads_as_they_were")
-def test_a_resume_by_another_route_is_not_called_bitwise(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after a change to this program that packs the rows of a base which were padded before."""
-    words = [*small_run.WORDS, f"output_dir={tmp_path / 'run'}", "lr_scheduler_type=constant"]
-    with monkeypatch.context() as older:
-        older.setattr(LoraModel, "choose_route", lambda base: setattr(base, "route", "padded"))
-        assert main(["train", *words, "max_train_steps=2"]) == 0
-    capsys.readouterr()
-    assert main(["train", *words, "max_train_steps=4"]) == 0
-    assert "exactness: sample-exact (the same names, and other bits in a layer)" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -81,24 +81,18 @@ def test_a_nonfinite_agent_leaves_the_diversity_term(server: ForkServer, tmp_pat
     assert faulty[2]["train/agent1/loss"] == "nan"
 
 
-def test_an_agent_that_is_nonfinite_too_often_in_a_row_is_rolled_back(
+def test_an_agent_that_is_nonfinite_too_often_is_rolled_back_also_over_a_resume(
     server: ForkServer, undisturbed: Path, tmp_path: Path
 ) -> None:
-    fault = Fault("nan gradient", steps=(3, 4, 5, 6, 7), agents=(1,))
-    assert train(server, tmp_path, fault) == [0], said(tmp_path)
-    assert "agent1    rolled back to its weights and moments of step 0" in said(tmp_path)
-    assert metrics(tmp_path)[-1]["train/agent1/set_backs"] == 1
-    assert weights(tmp_path, [0, 2]) == weights(undisturbed, [0, 2])
-    state = load_checkpoint(tmp_path / "run" / "final_checkpoint").state
-    assert float(state["optimizer"]["agent1"]["step"]) == 12 - 8  # its moments are those of the four steps since
-    assert float(state["optimizer"]["agent0"]["step"]) == 12
-
-
-def test_an_episode_of_nonfinite_steps_continues_over_a_resume(server: ForkServer, tmp_path: Path) -> None:
     """Two steps before the checkpoint and three after it are five in a row; the rollback is to the older snapshot."""
     keys = {"save_steps": 5}
     fault = Fault("nan gradient", steps=(3, 4, 5, 6, 7), agents=(1,))
     assert train(server, tmp_path / "whole", fault, **keys) == [0], said(tmp_path / "whole")
+    assert metrics(tmp_path / "whole")[-1]["train/agent1/set_backs"] == 1
+    assert weights(tmp_path / "whole", [0, 2]) == weights(undisturbed, [0, 2])
+    state = load_checkpoint(tmp_path / "whole" / "run" / "final_checkpoint").state
+    assert float(state["optimizer"]["agent1"]["step"]) == 12 - 8  # its moments are those of the four steps since
+    assert float(state["optimizer"]["agent0"]["step"]) == 12
     cut = tmp_path / "cut"
     assert train(server, cut, fault, Fault("kill", steps=(9,), committed=5), **keys) == [-9]
     assert train(server, cut, fault, **keys) == [0], said(cut)
@@ -166,24 +160,19 @@ def test_a_dropped_agent_has_no_effect_on_decisions_about_the_others() -> None:
 # A batch
 
 
-def test_a_bad_batch_is_skipped_and_no_rate_is_cut(server: ForkServer, undisturbed: Path, tmp_path: Path) -> None:
-    fault = Fault("nan output", steps=(4,), agents=(0, 1, 2))
-    assert train(server, tmp_path, fault) == [0], said(tmp_path)
-    assert "step 5 is finite for no agent: skipped for good, rows " in said(tmp_path)
-    lines = metrics(tmp_path)
-    assert "train/task_loss" not in lines[4]
-    assert lines[4]["train/skipped_batches"] == 1
-    assert lines[5]["train/task_loss"] > 0
-    assert not [name for name in lines[-1] if "share" in name]
-    [record] = json.loads((tmp_path / "run" / "skipped_batches.json").read_text())
-    assert (record["step"], len(record["rows"])) == (4, 4)
-    assert weights(tmp_path, [0]) != weights(undisturbed, [0])
-
-
-def test_a_replay_skips_a_bad_batch_without_computing_it(server: ForkServer, tmp_path: Path) -> None:
+def test_a_bad_batch_is_skipped_without_a_cut_of_rates_and_a_replay_does_not_compute_it(
+    server: ForkServer, tmp_path: Path
+) -> None:
     """The run is killed between the batch and the next checkpoint; the fault is gone in the second attempt."""
     fault, keys = Fault("nan output", steps=(4,), agents=(0, 1, 2)), {"pass_per_agent": False}  # it strikes in passes
     assert train(server, tmp_path / "whole", fault, **keys) == [0], said(tmp_path / "whole")
+    assert "step 5 is finite for no agent: skipped for good, rows " in said(tmp_path / "whole")
+    lines = metrics(tmp_path / "whole")
+    assert "train/task_loss" not in lines[4]
+    assert (lines[4]["train/skipped_batches"], lines[5]["train/task_loss"] > 0) == (1, True)
+    assert not [name for name in lines[-1] if "share" in name]
+    [record] = json.loads((tmp_path / "whole/run/skipped_batches.json").read_text())
+    assert (record["step"], len(record["rows"])) == (4, 4)
     cut = tmp_path / "cut"
     assert train(server, cut, fault, Fault("kill", steps=(5,), committed=3), save_steps=3, **keys) == [-9]
     assert train(server, cut, **keys) == [0], said(cut)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ from ci_llm.config import Config
 from ci_llm.data.agent_rows import EvaluationRows
 from ci_llm.data.sources import load_rows
 from ci_llm.data.tokens import tokenize
+from ci_llm.distributed.ballot import Ballot, Verdict
+from ci_llm.distributed.processes import OneProcess
 from ci_llm.embedded import BASE_FOLDER
 from ci_llm.evaluation.evaluator import Rounds
 from ci_llm.run.start.loading import describe_rows
@@ -47,16 +48,7 @@ def test_the_log_warns_where_something_is_chosen_by_test_rows(
 def test_all_leave_an_evaluation_whose_last_batches_were_asked_for_early(asked: dict[str, Any]) -> None:
     """Texts are written side by side: every prompt is taken before the first answer is done."""
     wanted: dict[str, Any] = {}
-    vote: Any = SimpleNamespace(
-        process_index=0,
-        num_processes=1,
-        vote=lambda *, out_of_memory=False, failed=False: SimpleNamespace(
-            stop=wanted.get("stop"), out_of_memory=out_of_memory, failed=failed
-        ),
-    )
-    rounds = Rounds(vote, count=5, batch_size=2)
+    rounds = Rounds(OneProcess(), lambda: wanted.get("stop"), count=5, batch_size=2)
     assert [len(batch) for batch in rounds.batches] == [2, 2, 1]
     wanted |= asked
-    rounds.end(out_of_memory="out_of_memory" in asked, failed="failed" in asked)
-    found = {"stop": rounds.stop, "out_of_memory": rounds.out_of_memory, "failed": rounds.failed}
-    assert {name: value for name, value in found.items() if value} == asked
+    assert rounds.end(Ballot(0, **asked)) == Verdict(0, **asked)

@@ -1,10 +1,9 @@
-"""Runs that learn by rewards, killed in a reward function and in a save: own rows, mirror and supervisor included."""
+"""Runs that learn by rewards, killed in a reward function and in a save: own rows and supervisor included."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,13 +12,10 @@ from typing import Any, Final
 
 import pytest
 
-from ci_llm.mirror.head import Head
-from ci_llm.mirror.objects import open_objects
-from ci_llm.mirror.reader import MirrorReader
 from tests.run.test_own_rows import keys, write
 from tests.support.campaign import sampled_cases
 from tests.support.supervised import supervise_forks
-from tools.testbed.events import wait_until, wait_until_committed
+from tools.testbed.events import wait_until_committed
 from tools.testbed.trials import STEPS, Cell, Trials, account, differences
 
 pytestmark = pytest.mark.slow
@@ -58,14 +54,8 @@ def mortal(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
         sys.addaudithook(lambda event, given: _end_before(event, given, fate["death"]))
     if CALLS["count"] == fate["death"]:
         wait_until_committed(Path("run"), fate["saved"])
-        if fate["mirror"]:
-            wait_until("a step is in the mirror", lambda: head_of(fate["mirror"]) is not None)
         os.kill(os.getpid(), signal.SIGKILL)
     return [1 - len(ids) / 6 for ids in completion_ids]
-
-
-def head_of(mirror: str) -> Head | None:
-    return MirrorReader(open_objects(mirror)).head()
 
 
 def _end_before(event: str, given: tuple[Any, ...], name: str) -> None:
@@ -77,7 +67,7 @@ def started(trials: Trials, fate: tuple[int | str, int] | None = None, **more: A
     """The folder of a run that was killed, or of one that has ended."""
     folder = trials.new_folder()
     if fate:
-        (folder / "fate").write_text(json.dumps({"death": fate[0], "saved": fate[1], "mirror": more.get("mirror")}))
+        (folder / "fate").write_text(json.dumps({"death": fate[0], "saved": fate[1]}))
     codes = trials.train(CELL, folder, **own(more))
     assert codes == [-signal.SIGKILL if fate else 0], (folder / "log").read_text()
     return folder
@@ -127,18 +117,9 @@ def test_agents_with_rows_of_their_own(trials: Trials, tmp_path: Path) -> None:
     assert not differences(wanted, resumed(trials, started(trials, (27, 2), **more), 2, **more))
 
 
-def test_a_wiped_disk_comes_back_from_the_mirror(trials: Trials, undisturbed: dict[str, Any], tmp_path: Path) -> None:
-    more = {"mirror": f"file://{tmp_path}/mirror"}
-    folder = started(trials, IN_SECOND, **more)
-    shutil.rmtree(folder / "run")
-    head = head_of(more["mirror"])
-    assert head is not None
-    assert not differences(undisturbed, resumed(trials, folder, head.newest.step, **more))
-
-
 def test_the_supervisor_begins_again_by_itself(trials: Trials, undisturbed: dict[str, Any]) -> None:
     folder, codes = trials.new_folder(), list[int]()
-    (folder / "fate").write_text(json.dumps({"death": IN_SECOND[0], "saved": IN_SECOND[1], "mirror": None}))
+    (folder / "fate").write_text(json.dumps({"death": IN_SECOND[0], "saved": IN_SECOND[1]}))
 
     def train(_: Mapping[str, str]) -> list[int]:
         codes.extend(trials.train(CELL, folder, **own({})))

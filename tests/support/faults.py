@@ -29,12 +29,13 @@ from ci_llm.checkpoints import saver, store
 from ci_llm.checkpoints.checkpoint import load_checkpoint
 from ci_llm.checkpoints.layout import committed
 from ci_llm.cli.main import main
+from ci_llm.core import run_folder
 from ci_llm.crowd import questions, scoring
 from ci_llm.crowd.crowd import Crowd
 from ci_llm.crowd.model import CrowdOutput
 from ci_llm.data import batches, loader
 from ci_llm.lora import kernels, products
-from ci_llm.run import attempt, gradients, loop, result
+from ci_llm.run import gradients, loop, result
 from ci_llm.run import watchdog as hang_watch
 from ci_llm.run.watchdog import Heartbeat
 from tests.support.bit_flips import flip
@@ -311,7 +312,7 @@ KINDS: dict[str, Kind] = {
     "hang in a worker": hang_in_worker,
     "disk full": before(store, "commit", no_space),
     "bit flipped": before(saver.Saver, "make_final", bit_flipped),
-    "failure unwritten": before(attempt, "write_failure", no_space),
+    "failure unwritten": before(run_folder, "write_failure", no_space),
 }
 
 

@@ -238,7 +238,6 @@ class Trackers:
         saved_state: Mapping[str, str],
         hyperparameters: Mapping[str, object],
     ) -> None:
-        require_installed(names)
         accelerator.project_configuration.logging_dir = str(folder)  # TensorBoard writes below it
         self.ids: dict[str, str] = {}
         self._trackers: list[_Guarded] = []

@@ -1,4 +1,4 @@
-"""The beginning of an attempt: from which checkpoint it resumes, and how its folder changes before it trains.
+"""The beginning of an attempt: from which checkpoint it resumes, how its folder changes, what is left for it there.
 
 The file beginning.json records how the run began. Later attempts resume from the newest step of the run. Supervisors,
 queues and people repeat the same command, so `resume_from_checkpoint`, `restart_from` and `overwrite_output_dir` act
@@ -12,25 +12,26 @@ import logging
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from ci_llm.checkpoints.checkpoint import Checkpoint, load_checkpoint
-from ci_llm.checkpoints.layout import QUARANTINE, folders_of, is_named_checkpoint
+from ci_llm.checkpoints.layout import QUARANTINE, folders_of, is_checkpoint_name
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.checkpoints.manifest import read_manifest
 from ci_llm.config import Config
+from ci_llm.core import run_folder
 from ci_llm.core.durable import write_json
 from ci_llm.core.remote import is_url
-from ci_llm.core.run_folder import BEGINNING, OF_A_RUN, is_run, read_known
+from ci_llm.core.run_status import last_attempt
 from ci_llm.crowd.given_path import require_checkpoint, require_run
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import CheckpointError, ConfigError, DamagedCheckpoint, LaunchError, ProgressLost
 from ci_llm.mirror.filling import local_copy
 from ci_llm.run.mirroring import RunMirror
-from ci_llm.run.start.inherited import Inherited, read_inherited
-from ci_llm.run.step.requests import forget_after
+from ci_llm.run.step.requests import forget_after, read_record
+from ci_llm.run.step.state import CrowdChange, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -78,17 +79,12 @@ class Start:
     note: str = ""
 
     @property
-    def goes_back(self) -> bool:
-        """True if this call goes back on purpose."""
-        return bool(self.note)
-
-    @property
     def is_own(self) -> bool:
         """True if the source is one of the run's own checkpoints."""
         return self.keeps >= 0
 
 
-def read_beginning(run_folder: Path) -> Beginning | None:
+def read_beginning(folder: Path) -> Beginning | None:
     """The record; None where no attempt has written one.
 
     Raises:
@@ -96,7 +92,7 @@ def read_beginning(run_folder: Path) -> Beginning | None:
     """
     hint = "move it away, and continue with resume_from_checkpoint=latest"
     what = "the record of how the run began cannot be read"
-    return read_known(Beginning, run_folder / BEGINNING, what, hint)
+    return run_folder.read_known(Beginning, folder / run_folder.BEGINNING, what, hint)
 
 
 def known_beginning(manager: CheckpointManager, config: Config) -> Beginning | None:
@@ -125,17 +121,18 @@ def record_start(manager: CheckpointManager, start: Start) -> list[str]:
     lines = []
     if start.sets_aside and (entries := _entries(folder)):
         lines.append(f"what was here moved to {manager.store.set_aside(entries)}")
-    if start.goes_back:
+    if start.note:
         forget_after(folder, start.keeps)
         if not start.is_own and (damaged := folder / QUARANTINE).exists():
             lines.append(f"damaged checkpoints moved to {manager.store.set_aside([damaged])}")
     lines += [f"newer than the resumed step, moved to {path}" for path in manager.store.supersede(start.keeps)]
-    write_json(folder / BEGINNING, asdict(start.beginning), staging=manager.store.staging)
+    write_json(folder / run_folder.BEGINNING, asdict(start.beginning), staging=manager.store.staging)
     return lines
 
 
 def _entries(folder: Path) -> list[Path]:
-    return sorted({path for pattern in OF_A_RUN for path in folder.glob(pattern) if not is_run(path)})
+    found = {path for pattern in run_folder.OF_A_RUN for path in folder.glob(pattern)}
+    return sorted(path for path in found if not run_folder.is_run(path))
 
 
 def newest_source(manager: CheckpointManager, at_most: int | None = None) -> Checkpoint | None:
@@ -188,7 +185,9 @@ def find_start(
         has_acted = known is not None and known.overwrote == _settings(config) and wanted in (LATEST, *known.said)
         if not has_acted:
             return _overwrite(config, wanted)
-    back = _restart(config)
+    back = config.restart_from
+    if back is not None and not back.isdecimal() and not is_url(back):
+        back = os.path.abspath(back)
     if back is not None and (known is None or known.restarted_from != back):
         return _go_back(manager, back, (known or Beginning()).also_meant_by(wanted))
     known = replace(known, restarted_from=back) if known else None
@@ -238,11 +237,6 @@ def _wanted(config: Config) -> str | None:
     return LATEST if _same_place(Path(value), config.run_folder) else os.path.abspath(value)
 
 
-def _restart(config: Config) -> str | None:
-    value = config.restart_from
-    return value if value is None or value.isdecimal() or is_url(value) else os.path.abspath(value)
-
-
 def _same_place(one: Path, other: Path) -> bool:
     return one.resolve() == other.resolve()
 
@@ -267,7 +261,7 @@ def _from_own(source: Checkpoint, record: Beginning, note: str = "") -> Start:
 
 def _from_given(manager: CheckpointManager, source: Checkpoint, record: Beginning, given: str, note: str = "") -> Start:
     """The start from a checkpoint at a path: one of the run's own, or one of another run."""
-    own = is_named_checkpoint(source.folder) and _same_place(source.folder.parent, manager.directory)
+    own = is_checkpoint_name(source.folder.name) and _same_place(source.folder.parent, manager.directory)
     return _from_own(source, record, note) if own else Start(source, replace(record, source=given), note=note)
 
 
@@ -371,6 +365,45 @@ def nothing_to_train(step: int, total_steps: int, folder: Path) -> ConfigError:
     )
 
 
+@dataclass(frozen=True)
+class Inherited:
+    """What earlier attempts and the supervisor have left for this attempt.
+
+    Attributes:
+        recovery: the requests of the supervisor.
+        at_most: the newest step from which this attempt may resume; None: any. It holds for one attempt only, because
+            that one writes a status.
+        bad_batches: steps that earlier attempts have skipped.
+        changes: changes of the crowd that earlier attempts have accepted.
+    """
+
+    recovery: run_folder.Recovery = field(default_factory=run_folder.Recovery)
+    at_most: int | None = None
+    bad_batches: tuple[run_folder.BadBatch, ...] = ()
+    changes: tuple[CrowdChange, ...] = ()
+
+    def applied_to(self, state: TrainState) -> TrainState:
+        """The state of a checkpoint with this on top."""
+        asked = self.recovery
+        recovery = state.recovery.with_requests(asked.learning_rate_factor, asked.micro_batch_size)
+        return replace(state, recovery=recovery.with_batches(self.bad_batches)).with_planned(self.changes)
+
+
+def read_inherited(folder: Path) -> Inherited:
+    """Read what was left in the folder of the run.
+
+    Raises:
+        CheckpointError: a file is not of this program.
+    """
+    recovery = run_folder.read_recovery(folder)
+    return Inherited(
+        recovery,
+        recovery.latest_step_allowed(last_attempt(folder)),
+        tuple(run_folder.read_skipped_batches(folder)),
+        tuple(each for each in read_record(folder) if each.refused is None),
+    )
+
+
 def agree_on_start(
     config: Config, processes: Processes, manager: CheckpointManager, mirror: RunMirror
 ) -> tuple[Start, Inherited]:
@@ -382,6 +415,6 @@ def agree_on_start(
     require_same_step(processes, config.run_folder, start.source.manifest.step if start.source else None)
     if start.sets_aside:  # all of it is for the run that moves aside
         inherited = Inherited()
-    if start.goes_back:  # changes that earlier attempts have made after that step are not made again
+    if start.note:  # changes that earlier attempts have made after that step are not made again
         inherited = replace(inherited, changes=())
     return start, inherited

@@ -40,7 +40,7 @@ from ci_llm.data.agent_rows import Lengths, sampled
 from ci_llm.data.batches import Batch, MicroBatch
 from ci_llm.data.encoder import Example
 from ci_llm.data.tokens import TokenizedRows
-from ci_llm.distributed.precision import DTYPES, autocast_dtype
+from ci_llm.distributed.precision import DTYPES, autocast, autocast_dtype
 from ci_llm.distributed.processes import Processes
 from ci_llm.errors import first_line
 from ci_llm.run.optimizer import MOMENTS
@@ -209,8 +209,7 @@ def _micro_step(config: Config, crowd: Crowd, batch: Batch) -> tuple[int, float]
 
 
 def _forward_backward(config: Config, crowd: Crowd, rows: MicroBatch) -> None:
-    mixed = autocast_dtype(config.mixed_precision)
-    with torch.autocast(crowd.device.type, dtype=mixed, enabled=mixed is not None):
+    with autocast(config, crowd.device):
         loss = NextToken(config.diversity, config.lambda_sw)(crowd(rows)[0], 0)
     loss.total.backward()
 

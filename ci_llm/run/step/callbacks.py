@@ -73,14 +73,11 @@ class Callbacks:
         if not isinstance(callbacks, Iterable):
             what = f"callbacks is a {type(callbacks).__name__}, but takes a list"
             raise ConfigError(what, where=_WHERE, hint="write brackets around a single one: callbacks=[it]")
-        self._callbacks, self.may_stop = tuple(callbacks), False
-        for callback in self._callbacks:
+        self.may_stop, known = False, tuple(callbacks)
+        for callback in known:
             _check(callback)
-        found = {event: [getattr(callback, event, None) for callback in self._callbacks] for event in EVENTS}
+        found = {event: [getattr(callback, event, None) for callback in known] for event in EVENTS}
         self._methods = {event: [*filter(None, methods)] for event, methods in found.items()}
-
-    def __bool__(self) -> bool:
-        return bool(self._callbacks)
 
     def hears(self, *events: Event) -> bool:
         """True if a callback has a method for one of these events."""
@@ -98,13 +95,10 @@ class Callbacks:
         Returns:
             True if a callback asks for a stop.
         """
-        methods = self._methods[event]
-        if not methods:
-            return False
         generators = determinism.capture()
         control = TrainerControl()
         try:
-            for method in methods:
+            for method in self._methods[event]:
                 method(config, state, control, **{name: dict(value) for name, value in values.items()})
         finally:
             determinism.restore(generators)

@@ -134,12 +134,6 @@ class LastGood:
             if agent not in self._snapshots:
                 self.keep(agent, step)
 
-    def keep_if_due(self, step: int, finite: Iterable[int]) -> None:
-        """Copy these agents if `step` is one for copies."""
-        if step % EVERY_STEPS == 0:
-            for agent in finite:
-                self.keep(agent, step)
-
     def roll_back(self, agent: int) -> int:
         """Give the agent the weights and moments of its snapshot; returns the step of the snapshot."""
         kept = self._snapshots[agent]
@@ -166,23 +160,21 @@ def _copies(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in moments.items()}
 
 
+@dataclass(frozen=True)
 class NonFiniteResponse:
     """Acts on the findings of a step, after the optimizer has moved.
 
-    Args:
-        last_good: the snapshots for rollbacks; an attribute as well.
+    Attributes:
+        last_good: the snapshots for rollbacks.
         run_folder: the folder of skipped_batches.json.
         may_write: true while this process may write files of the run.
         drops_agents: an agent that no response helps is dropped, as long as another one is left.
     """
 
-    def __init__(
-        self, last_good: LastGood, run_folder: Path, may_write: Callable[[], bool], *, drops_agents: bool = False
-    ) -> None:
-        self.last_good = last_good
-        self._run_folder = run_folder
-        self._may_write = may_write
-        self._drops_agents = drops_agents
+    last_good: LastGood
+    run_folder: Path
+    may_write: Callable[[], bool]
+    drops_agents: bool
 
     def respond(self, state: TrainState, training_rows: TrainingRows, findings: Findings) -> TrainState:
         """Cut learning rates, roll agents back, record bad batches, keep good snapshots.
@@ -215,12 +207,13 @@ class NonFiniteResponse:
                 logger.warning(f"{state.names[k]}    rolled back to its weights and moments of step {kept}")
         exhausted = [agents[k] for k in findings.nonfinite if after[k].is_exhausted]
         if exhausted:
-            if not self._drops_agents or len(state.dropped) == len(agents):
+            if not self.drops_agents or len(state.dropped) == len(agents):
                 raise _exhausted(exhausted)
             logger.warning(f"{', '.join(agent.name for agent in exhausted)}    dropped; the others train on")
-        # An agent that was left out has no new state that proved to be finite.
-        moved = [k for k in range(len(agents)) if k not in findings.left_out]
-        self.last_good.keep_if_due(state.step, moved)
+        for k in range(len(agents)):
+            # An agent that was left out has no new state that proved to be finite.
+            if state.step % EVERY_STEPS == 0 and k not in findings.left_out:
+                self.last_good.keep(k, state.step)
         return state
 
     def _skip(self, state: TrainState, batch: BadBatch) -> RecoveryState:
@@ -246,8 +239,8 @@ class NonFiniteResponse:
 
     def _record(self, recovery: RecoveryState) -> None:
         """Write the skipped batches for later attempts, which may resume from a checkpoint before this step."""
-        if self._may_write():
-            write_skipped_batches(self._run_folder, recovery.bad_batches)
+        if self.may_write():
+            write_skipped_batches(self.run_folder, recovery.bad_batches)
 
 
 def _account(name: str, step: int, before: AgentRecovery, after: AgentRecovery) -> str:

@@ -10,7 +10,6 @@ Legend: K agents, P prompts, G completions of each, F rewards.
 from __future__ import annotations
 
 import io
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from ci_llm.checkpoints.manager import CheckpointManager
 from ci_llm.core.determinism import seed_everything
-from ci_llm.core.durable import make_folders, write_bytes
+from ci_llm.core.durable import Refusals, make_folders, write_bytes
 from ci_llm.core.run_folder import COMPLETIONS
 from ci_llm.crowd.generation import continuation
 from ci_llm.crowd.objective import GrpoObjective
@@ -38,8 +37,6 @@ from ci_llm.errors import RewardFailed
 from ci_llm.objectives.grpo import SumAndCount, Watch, advantages, metrics_of, std, total_rewards
 from ci_llm.objectives.grpo.rewards import failed_elsewhere
 from ci_llm.run.step.step_metrics import StepMetrics
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -178,14 +175,14 @@ class Rollouts:
 
     Attributes:
         measured: [K] the metrics of the newest step, the same on every process.
-        disk_refuses: the log has said that completions are not written.
+        refusals: of the disk, to take completions.
     """
 
     drawer: Drawer
     processes: Processes
     watch: Watch = field(default_factory=Watch)
     measured: list[dict[str, SumAndCount]] = field(default_factory=list)
-    disk_refuses: bool = False
+    refusals: Refusals = field(default_factory=Refusals)
 
     def of_step(
         self, objective: GrpoObjective, step: int, micro_batches: Sequence[MicroBatch], training_rows: TrainingRows
@@ -234,7 +231,7 @@ class Rollouts:
     def write(self, rollout: Rollout, step: int, manager: CheckpointManager) -> None:
         """Write the completions of all processes into the file of the step; a repeated step replaces it. A collective.
 
-        A disk that refuses is a warning, once: the training needs none of these files.
+        The training needs none of these files.
         """
         import pyarrow.parquet as pq  # type: ignore[import-untyped]  # no other run needs it
 
@@ -244,13 +241,9 @@ class Rollouts:
         file = io.BytesIO()
         folder = manager.directory / COMPLETIONS
         pq.write_table(pa.Table.from_pylist([{"step": step + 1, **row} for row in rows], rollout.schema), file)
-        try:
+        with self.refusals.of(f"the completions of step {step + 1} are not written"):
             make_folders(folder)
             write_bytes(folder / f"completions_{step + 1:05}.parquet", file.getvalue(), staging=manager.store.staging)
-        except OSError as error:
-            if not self.disk_refuses:
-                logger.warning(f"the completions of step {step + 1} are not written: {error}")
-            self.disk_refuses = True
 
     def _group_of(
         self, objective: GrpoObjective, step: int, one: AgentPrompt, ordered: OrderedRows, drawn: Sequence[Any]
