@@ -286,7 +286,7 @@ CAPS = {
     "cli": 1564,
     "cluster": 706,
     "config": 1982,
-    "core": 1532,
+    "core": 1531,
     "crowd": 4431,
     "data": 3157,
     "distributed": 634,
