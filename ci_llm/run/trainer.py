@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType, model_has_dtensor
+from accelerate.utils import model_has_dtensor
 from torch import nn
 from torch.utils import deterministic
 
@@ -135,10 +135,9 @@ class Trainer:
         ignored: Any = [name for name, tensor in tensors if not tensor.requires_grad]
         crowd._ddp_params_and_buffers_to_ignore = ignored
         with peer_errors():
-            # DDP refuses a base that is spread over the processes. For one process under a launcher, Accelerate's
-            # `no_sync` does nothing, and DDP would reduce in every pass.
-            is_one = accelerator.num_processes == 1 and accelerator.distributed_type != DistributedType.NO
-            if model_has_dtensor(crowd) or is_one:
+            # DDP refuses a base that is spread over the processes. Under a launcher it would wrap one process, too, and
+            # reduce in every pass, because Accelerate's `no_sync` does nothing for one.
+            if model_has_dtensor(crowd) or self.processes.num_processes == 1:
                 model = accelerator.prepare_model(crowd, evaluation_mode=True)
                 self.prepared = Prepared(model, *accelerator.prepare(optimizer, loader))
             else:
