@@ -300,7 +300,7 @@ CAPS = {
     "mirror": 912,
     "objectives": 502,
     "report": 959,
-    "run": 4498,
+    "run": 4499,
     "serve": 1304,
     "supervisor": 1570,
     "sweep": 801,

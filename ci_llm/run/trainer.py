@@ -135,9 +135,10 @@ class Trainer:
         ignored: Any = [name for name, tensor in tensors if not tensor.requires_grad]
         crowd._ddp_params_and_buffers_to_ignore = ignored
         with peer_errors():
-            # DDP refuses a base that is spread over the processes. Under a launcher it would wrap one process, too, and
-            # reduce in every pass, because Accelerate's `no_sync` does nothing for one.
-            if model_has_dtensor(crowd) or self.processes.num_processes == 1:
+            # DDP refuses a base that is spread over the processes. For one process under a launcher it would reduce in
+            # every pass, because Accelerate's `no_sync` does nothing there.
+            is_one = self.processes.num_processes == 1 and torch.distributed.is_initialized()
+            if model_has_dtensor(crowd) or is_one:
                 model = accelerator.prepare_model(crowd, evaluation_mode=True)
                 self.prepared = Prepared(model, *accelerator.prepare(optimizer, loader))
             else:
