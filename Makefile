@@ -9,8 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE
 # A file goes to one worker, which makes what its tests share once (pytest-xdist 3.8 knows no groups with pytest 9.2); in
 # the order of tests/conftest.py.
-WORKERS = $(JOBS)
-SIDE_BY_SIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 # What `make coverage` runs.
 MEASURED := tests/checkpoints tests/mirror tests/cli/test_checkpoints.py tests/data/test_order.py tests/integrations \
 	tests/report/test_compare.py tests/supervisor/test_classify.py tests/supervisor/test_policy.py tests/test_interrupts.py \
@@ -18,16 +17,14 @@ MEASURED := tests/checkpoints tests/mirror tests/cli/test_checkpoints.py tests/d
 
 # Where `make test` notes what is skipped.
 SKIPPED := build/skipped.jsonl
-# What is said beside the tests that need no node.
-BESIDE := build/beside.log
 
 # Before pip fails with a page of its own; in words that a Python of any age understands.
 LEAST := 3, 11
 require = @$(1) -c 'import sys; least = ($(LEAST)); found = sys.version_info[:2]; sys.exit(found < least and \
 	"Python %d.%d or newer is needed, and $(1) is %d.%d: $(2)" % (least + found))'
 
-.PHONY: install install-dev train real proof test nodeless beside campaign test-slurm check fast lint docs coverage
-.PHONY: mutation bench clean release-check processors
+.PHONY: install install-dev train real proof test nodeless campaign test-slurm check fast lint docs coverage mutation bench
+.PHONY: clean release-check processors
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -59,23 +56,18 @@ real: install
 	$(BIN)/python train.py --config configs/smollm2_135m.yaml
 	$(BIN)/python -m tools.before_after build/real/SmolLM2-135M-Instruct.Q4_1.gguf ci_llm_output/smollm2_135m $(REAL_ROWS)
 
-# Everything. What runs with coverage, on one core, and what starts ten nodes of a real SLURM, which waits for them most of
-# the time, run beside the tests that need no node. What these two said comes when all have ended, and last a table of
-# what was skipped, whatever has failed.
+# Everything; last what starts ten nodes of a real SLURM, which would slow the others down. Half of that time its jobs wait
+# for SLURM, and what runs with coverage, on one core, runs beside it.
+# At the end a table of what was skipped, whatever has failed.
 test: install-dev
-	@rm -f $(SKIPPED) $(BESIDE)
-	@$(MAKE) --no-print-directory -j 2 nodeless beside NOTE=--note-skips=$(SKIPPED); \
-		ended=$$?; cat $(BESIDE); $(BIN)/python -m tests.support.skips $(SKIPPED); exit $$ended
+	@rm -f $(SKIPPED)
+	@$(MAKE) --no-print-directory nodeless NOTE=--note-skips=$(SKIPPED) && \
+		$(MAKE) --no-print-directory -j 2 coverage test-slurm NOTE=--note-skips=$(SKIPPED); \
+		ended=$$?; $(BIN)/python -m tests.support.skips $(SKIPPED); exit $$ended
 
-beside: install-dev
-	@mkdir -p $(dir $(BESIDE))
-	@$(MAKE) --no-print-directory -k coverage test-slurm >$(BESIDE) 2>&1
-
-# Without the tests that `coverage` runs. A fifth of the time they wait for what they started: one worker more than cores.
-# SLURM's time limits run on meanwhile, so its nodes get the processor first.
-nodeless: WORKERS = $(shell expr $(JOBS) + 1)
+# Without the tests that `coverage` runs.
 nodeless: install-dev
-	nice -n 5 env $(PYTEST) $(NOTE) $(SIDE_BY_SIDE) --ignore=tests/slurm --fast-elsewhere $(MEASURED)
+	$(PYTEST) $(NOTE) $(SIDE_BY_SIDE) --ignore=tests/slurm --fast-elsewhere $(MEASURED)
 
 # The fast tests of what a run cannot do without, with the coverage of its branches: files and floor in pyproject.toml.
 coverage: install-dev
