@@ -281,7 +281,7 @@ def test_a_file_says_its_charter_and_stays_one_idea() -> None:
 #: At most so many lines of code in a room. Who raises one says why in the same commit; CONTRIBUTING.md has the rule.
 CAPS = {
     "agents": 388,
-    "base": 894,
+    "base": 897,
     "checkpoints": 2295,
     "cli": 1566,
     "cluster": 697,

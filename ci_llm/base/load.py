@@ -137,8 +137,7 @@ def load_base(
     """
     name = opened_by(model_name)
     config = load_architecture(model_name)
-    usual: torch.dtype | str = "auto" if torch.device(device).type == "cuda" else torch.float32
-    dtype = usual if model_dtype is None else DTYPES[model_dtype]
+    dtype = _dtype(model_dtype, torch.device(device))
     stored = stored_quantization(config)
     how = quantized_loading(quantization, stored, model_name, device)
     if layers is not None:
@@ -225,6 +224,13 @@ def _require_whole(model_name: str, absent: list[str]) -> None:
             where=f"model_name: {model_name}",
             hint="give the whole causal language model: config.json and weights that belong together",
         )
+
+
+def _dtype(model_dtype: str | None, device: torch.device) -> torch.dtype | str:
+    """The dtype to load in; by default the checkpoint's own on a GPU, and fp32 on a CPU, where 16 bits are slow."""
+    if model_dtype is not None:
+        return DTYPES[model_dtype]
+    return "auto" if device.type == "cuda" else torch.float32
 
 
 OTHER_BASES: Final = "choose a decoder such as Llama, Qwen, Mistral, Gemma, Phi or GPT-NeoX"
