@@ -105,10 +105,15 @@ def add_json(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument("--json", action="store_true", help=f"one JSON object, for scripts{more}")
 
 
+def to_json(record: object, indent: int | None = None) -> str:
+    """A record as JSON that every reader takes: a number that is not finite is null there."""
+    return json.dumps(with_nulls(record), indent=indent, allow_nan=False)
+
+
 def print_result(as_json: bool, record: object, *lines: str) -> None:
-    """Print the result of a command: the record with `--json`, with null for what is not finite; else the lines."""
+    """Print the result of a command: the record with `--json`, else the lines."""
     if as_json:
-        print(json.dumps(with_nulls(record), indent=2, allow_nan=False))
+        print(to_json(record, indent=2))
     else:
         print(*lines, sep="\n")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +14,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 from ci_llm.cli import answering
-from ci_llm.cli.command import parser_of, print_error
+from ci_llm.cli.command import parser_of, print_error, to_json
 from ci_llm.core.help import at_least, probability
 from ci_llm.core.imports import importing
-from ci_llm.core.typed_json import with_nulls
 from ci_llm.errors import BadInput, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -72,7 +70,7 @@ def generate(words: Sequence[str]) -> int:
 def _as_json(answer: Answer) -> str:
     fields = asdict(answer)
     del fields["tokens"]  # many, and for programs that ask in Python
-    return json.dumps(with_nulls({name: fields.pop(name) for name in _FIRST} | fields), allow_nan=False)
+    return to_json({name: fields.pop(name) for name in _FIRST} | fields)
 
 
 _SCORE_COMMON = ("--file", "--json", "--abstain-below")
@@ -107,8 +105,8 @@ def score(words: Sequence[str]) -> int:
         if call.json:
             named = {"text": text} if answers is None else {"prompt": text, "answer": answer}
             of_classes = () if found.label is not None else ("label", "probabilities", "abstained")
-            shown = named | {key: value for key, value in asdict(found).items() if key not in of_classes}
-            print(json.dumps(with_nulls(shown), allow_nan=False), flush=True)
+            shown = {key: value for key, value in asdict(found).items() if key not in of_classes}
+            print(to_json(named | shown), flush=True)
         else:
             print(f"{_shown(found)}  {answering.shortened(answer, 60)}", flush=True)
     return 0

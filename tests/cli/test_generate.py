@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 from ci_llm import Crowd
 from ci_llm.cli import main
+from ci_llm.cli.command import to_json
 from ci_llm.core.run_status import Status, pid_space
 from ci_llm.crowd import given_path
 from ci_llm.crowd.uncertainty import Calibration, Logistic
@@ -290,3 +292,8 @@ def test_ctrl_c_ends_generate_and_printed_answers_stay(
     printed = [line for line in child.seen if line.startswith("{")]
     assert all(json.loads(line)["prompt"] for line in printed)
     assert len(printed) < 1200
+
+
+def test_json_has_null_for_a_number_that_is_not_finite() -> None:
+    found = to_json({"mean": math.nan, "scores": [1.0, -math.inf], "label": None})
+    assert json.loads(found, parse_constant=pytest.fail) == {"mean": None, "scores": [1.0, None], "label": None}

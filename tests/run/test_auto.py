@@ -20,6 +20,7 @@ from ci_llm.checkpoints.checkpoint import compare, load_checkpoint
 from ci_llm.config import Config, load_config, parse_config, read_call
 from ci_llm.data.encoder import BUILT_IN_TEMPLATE
 from ci_llm.run.start import loading
+from ci_llm.run.start.agent_settings import lora_settings
 from tests.run.test_call import StopAt
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +119,15 @@ def test_an_agent_that_says_auto_follows_the_objective_that_the_rows_decide() ->
     given = Config(model_name="my/base", agents=AGENTS, learning_rate=3e-3)
     assert rates(given.with_settled(given.with_objective("dpo"))) == [1e-5, 1e-4]
     assert rates(read_call(config, {"objective": "grpo", "rewards": "length"}).config) == [1e-4, 1e-4]
+
+
+def test_an_agent_that_says_auto_has_the_rank_of_auto_before_anything_is_settled() -> None:
+    """As in a dry run, which settles nothing. The name of an agent is no value of a key."""
+    config = Config(agents=[{"name": "auto", "lora_rank": "auto"}, {"lora_rank": 4, "lora_alpha": "auto"}])
+    usual = Config()
+    found = [(each.rank, each.alpha) for each in lora_settings(config).each()]
+    assert found == [(usual.lora_rank, usual.lora_alpha), (4, usual.lora_alpha)]
+    assert config.with_settled({}).agent_names[0] == "auto"
 
 
 def test_an_agent_that_says_auto_keeps_the_values_with_which_the_run_began(own_base: Path) -> None:

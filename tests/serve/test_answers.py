@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from ci_llm.data.batches import pack
 from ci_llm.embedded import rows
 from ci_llm.serve import Options
 from ci_llm.serve.app import of_run
+from ci_llm.serve.engine import Job
 from tests.serve.listening import QUESTION, Listening, chat
 from tests.support.crowds import K, bits_in_company
 
@@ -185,3 +187,18 @@ def test_developer_messages_and_text_parts_are_read_as_system_messages_and_texts
 
     parts = [{"type": "text", "text": QUESTION[:9]}, {"type": "text", "text": QUESTION[9:]}]
     assert ask("developer", parts) == ask("system", QUESTION)
+
+
+def test_a_streamed_answer_ends_before_the_texts_of_its_agents_do() -> None:
+    main: Any = SimpleNamespace(
+        error=None,
+        finish="stop",
+        chosen=[SimpleNamespace(id=7, log_probability=-0.5, top=())],
+        detokenizer=SimpleNamespace(next_text=lambda: "the end"),
+    )
+    call: Any = SimpleNamespace(
+        votes=False, body=SimpleNamespace(stream=True), own=SimpleNamespace(minimum_confidence=None)
+    )
+    job = Job(call, [1], 0, requests=[main, SimpleNamespace()])  # the second one still writes
+    job.take(main)
+    assert [event.text for _, event in job.outbox] == ["the end"]

@@ -25,7 +25,7 @@ from ci_llm.run.start.loading import Loaded
 
 def lora_settings(config: Config) -> LoraSettings:
     """The adapters of all agents that the configuration names."""
-    each = zip(config.agents, config.each_agent, strict=bool(config.agents))
+    each = zip(config.agents, config.each_agent, strict=False)  # without `agents` nobody has own ones
     own = [{FIELD_OF_KEY[key]: getattr(agent, key) for key in said if key in FIELD_OF_KEY} for said, agent in each]
     return LoraSettings(
         num_agents=config.num_agents,
